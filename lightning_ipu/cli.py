@@ -1,0 +1,254 @@
+"""Short options in front of LightningCLI: one table per command, parsed in milliseconds because nothing here imports torch.
+
+A command lists its options as :class:`Option` rows. :func:`parse` reads a command line against them, :func:`lightning_arguments`
+turns the settled values into the arguments of LightningCLI's ``fit``; everything after that is the same for both forms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+__all__ = [
+    "SUBCOMMANDS",
+    "Option",
+    "UsageError",
+    "build_parser",
+    "choice",
+    "fraction_or_count",
+    "lightning_arguments",
+    "main",
+    "names",
+    "numbers",
+    "parse",
+    "positive",
+    "settings_of",
+]
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out; the message is the one line that a person reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One row of a command's table.
+
+    Args:
+        name: as typed, ``--batch-size``.
+        key: LightningCLI's key that a given value goes to; None where the command's own rules turn the value into settings.
+        type: what reads the text; ``bool`` makes the option a flag.
+        default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
+            says which.
+        shown: the default in words.
+        help: one sentence.
+        group: heading in the help.
+        metavar: placeholder for the value in the help.
+        excludes: an option that cannot be given together with this one.
+        refused: why the option, known from older programs, is not to be had here. It is listed in the help, and refused by name.
+    """
+
+    name: str
+    group: str
+    help: str = ""
+    key: str | None = None
+    type: Callable[[str], Any] = str
+    default: Any = None
+    shown: str | None = None
+    metavar: str | None = None
+    excludes: str | None = None
+    refused: str | None = None
+
+    @property
+    def dest(self) -> str:
+        return self.name.lstrip("-").replace("-", "_")
+
+
+# -- readers of values --------------------------------------------------------------------------------------------------------
+
+
+def choice(*values: str) -> Callable[[str], str]:
+    """Reader of one of ``values``, in upper or lower case, giving it as it is spelled here."""
+
+    def read(text: str) -> str:
+        for value in values:
+            if text.lower() == value.lower():
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; known are {', '.join(values)}")
+
+    read.choices = values
+    return read
+
+
+def positive(kind: type = int, *, zero: bool = False) -> Callable[[str], Any]:
+    """Reader of a number of type ``kind`` above 0, or from 0 on."""
+    wanted = f"a {'whole number' if kind is int else 'number'} {'of at least 0' if zero else 'above 0'}"
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not (0 <= value < float("inf")) or (value == 0 and not zero):
+            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
+        return value
+
+    return read
+
+
+def fraction_or_count(text: str) -> int | float:
+    """Reader of Lightning's limits: a whole number of batches, or with a decimal point a share between 0.0 and 1.0."""
+    try:
+        value: int | float = float(text) if "." in text else int(text)
+    except ValueError:
+        value = -1
+    if value < 0 or (isinstance(value, float) and value > 1):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of batches or a share between 0.0 and 1.0")
+    return value
+
+
+def numbers(text: str) -> list[float]:
+    """Reader of numbers with commas between them."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas between them, such as 1,0.1,0.01") from None
+
+
+def names(text: str) -> list[str]:
+    """Reader of names with commas between them."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} must be names with commas between them")
+    return found
+
+
+# -- parsing ------------------------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
+        print(f"{parser.prog} {self.const()}")
+        parser.exit()
+
+
+def _refusals(options: Iterable[Option]) -> str:
+    """The options that are refused, for the end of the help."""
+    refused = [option for option in options if option.refused]
+    lines = [f"  {option.name:<24}{option.refused}" for option in refused]
+    return "\n".join(["known from the original program and refused:", *lines, "\n"]) if refused else ""
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=38, width=min(120, shutil.get_terminal_size().columns))
+
+
+def build_parser(
+    *, prog: str, description: str, epilog: str, options: Sequence[Option], version: Callable[[], str]
+) -> argparse.ArgumentParser:
+    """The parser of a command's short form; its help lists the options in their groups, the refused ones last."""
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog=_refusals(options) + epilog,
+        add_help=False,
+        usage=f"{prog} [options]\n       {prog} {{{','.join(SUBCOMMANDS)}}} [--config FILE] [LightningCLI options]",
+        formatter_class=_formatter,
+    )
+    groups: dict[str, Any] = {}
+    for option in options:
+        if option.refused:
+            continue
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        shown = option.shown if option.shown is not None or option.default is None else option.default
+        explanation = (option.help if shown is None else f"{option.help} [{shown}]").replace("%", "%%")
+        if option.type is bool:
+            reading: dict[str, Any] = {"action": "store_true"}
+        else:
+            choices = getattr(option.type, "choices", None)
+            reading = {"type": option.type, "metavar": option.metavar or ("{" + ",".join(choices) + "}" if choices else "N")}
+        groups[option.group].add_argument(option.name, dest=option.dest, default=argparse.SUPPRESS, help=explanation, **reading)
+
+    other = parser.add_argument_group("other")
+    other.add_argument("-h", "--help", action="help", help="show this help")
+    other.add_argument("--version", action=_Version, nargs=0, const=version, help="show the version")
+
+    return parser
+
+
+def parse(arguments: Sequence[str], *, parser: argparse.ArgumentParser, options: Sequence[Option]) -> dict[str, Any]:
+    """The options that were given, by their names with underscores.
+
+    Raises UsageError for what is unknown, refused, unreadable or given together with an option that it excludes.
+    """
+    refused = {option.name: option.refused for option in options if option.refused}
+    for word in arguments:
+        if (name := word.partition("=")[0]) in refused:
+            raise UsageError(f"{name}: {refused[name]}")
+    namespace, unknown = parser.parse_known_args(list(arguments))
+    if unknown:
+        word = unknown[0]
+        near = difflib.get_close_matches(word.split("=")[0], [option.name for option in options], n=1)
+        hint = f"; did you mean {near[0]}?" if near else f"; {parser.prog} --help lists the options"
+        raise UsageError(f"unknown option {word}{hint}" if word.startswith("-") else f"unexpected argument {word!r}{hint}")
+    given = vars(namespace)
+    for option in options:
+        if option.dest in given and option.excludes and option.excludes.lstrip("-").replace("-", "_") in given:
+            raise UsageError(f"{option.name} and {option.excludes} exclude each other: give one of them")
+    return given
+
+
+def settings_of(given: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
+    """LightningCLI's settings for the options that have a key: the value that was given, or the default where there is one."""
+    settings = {}
+    for option in options:
+        value = given.get(option.dest, option.default)
+        if option.key is not None and value is not None:
+            settings[option.key] = value
+    return settings
+
+
+def lightning_arguments(settings: Mapping[str, Any]) -> list[str]:
+    """LightningCLI arguments, ``--key=value``, for a mapping of its keys; values are written as JSON, which is YAML too."""
+    return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+
+
+def main(
+    arguments: Sequence[str],
+    *,
+    parser: argparse.ArgumentParser,
+    options: Sequence[Option],
+    settle: Callable[[dict[str, Any]], list[str]],
+    start: Callable[..., int],
+) -> int:
+    """Run a command line, short form or LightningCLI's; returns the exit status.
+
+    Args:
+        arguments: the words after the command's name.
+        settle: turns the given options into the arguments of LightningCLI's ``fit``; raises UsageError.
+        start: runs LightningCLI with such arguments; ``short`` tells it which form they came from, ``given`` the options that
+            were given in the short one. All that imports torch happens in there.
+    """
+    if arguments and arguments[0] in SUBCOMMANDS:
+        return start(list(arguments), short=False, given={})
+    try:
+        given = parse(arguments, parser=parser, options=options)
+        lightning = settle(given)
+    except UsageError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return start(["fit", *lightning], short=True, given=given)

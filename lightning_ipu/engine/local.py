@@ -1,0 +1,174 @@
+"""The local engine: carries a plan out in one process, every virtual IPU in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.stage import NamedRandomness
+
+Hook = Callable[..., Any]
+
+
+class ReplicaBuffers:
+    """Buffers of a network of which every replica has its own within a weight update and nobody after it.
+
+    Each replica starts an update from the common values. At its end floating-point buffers (BatchNorm's running statistics) take the
+    mean over replicas, the others (its counter) the value that one replica counted.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._floats = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        self._others = [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+
+    def begin_update(self) -> None:
+        self._common = [buffer.clone() for buffer in self._floats], [buffer.clone() for buffer in self._others]
+        self._sums: list[torch.Tensor] | None = None
+
+    def begin_replica(self) -> None:
+        _copy(self._floats, self._common[0])
+        _copy(self._others, self._common[1])
+
+    def end_replica(self) -> None:
+        # Sums of differences, so that a buffer that no replica changes keeps its value to the last bit.
+        moved = [buffer - common for buffer, common in zip(self._floats, self._common[0], strict=True)]
+        self._sums = moved if self._sums is None else [total + move for total, move in zip(self._sums, moved, strict=True)]
+
+    def end_update(self, replicas: int) -> None:
+        _copy(self._floats, [common + total / replicas for common, total in zip(self._common[0], self._sums, strict=True)])
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+class LocalEngine:
+    """Makes weight updates: A micro-batches on each of R replicas in turn, their mean gradient, one optimizer step.
+
+    Micro-batches are summed in order within a replica, then replicas in order. The network is one object; what replicas hold apart
+    from each other within an update (gradients, buffers) is kept beside it.
+
+    Args:
+        plan: how many replicas and micro-batches.
+        module: whose buffers are kept apart by replica.
+        optimizer: steps once per weight update.
+        step: the user's `training_step`, called as step(micro-batch, number in the epoch).
+        context: makes the context of a step (autocast), None where there is none.
+        randomness: seeded for every micro-batch.
+        hooks: for each of before_zero_grad, before_backward, after_backward, before_optimizer_step the functions to call, mostly none.
+        zero_grad, backward, clip: stand-ins for the optimizer's, the loss's own and for no clipping; None where nothing is to be called.
+        on_micro_batch: told of each finished micro-batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        module: nn.Module,
+        optimizer: Optimizer,
+        step: Callable[[Any, int], Any],
+        context: Callable[[], AbstractContextManager] | None,
+        randomness: NamedRandomness,
+        hooks: Mapping[str, list[Hook]],
+        zero_grad: Hook | None,
+        backward: Hook | None,
+        clip: Hook | None,
+        on_micro_batch: Callable[[], None],
+    ) -> None:
+        self._plan, self._optimizer, self._step, self._context = plan, optimizer, step, context
+        self._randomness, self._hooks, self._on_micro_batch = randomness, hooks, on_micro_batch
+        self._zero_grad, self._backward, self._clip = zero_grad or optimizer.zero_grad, backward, clip
+        self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 else None
+
+    def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Make one weight update.
+
+        Args:
+            take: gives the next micro-batch.
+            update: its number in the run, from 0.
+            first_micro_batch: number in the epoch of the first micro-batch.
+
+        Returns:
+            The last micro-batch's loss and whatever else its step returned.
+        """
+        plan, hooks = self._plan, self._hooks
+        replicas, accumulation = plan.replication_factor, plan.gradient_accumulation_factor
+        number, buffers, gradients = first_micro_batch, self._buffers, None
+        for hook in hooks["before_zero_grad"]:
+            hook(self._optimizer)
+        self._zero_grad()
+        if buffers:
+            buffers.begin_update()
+
+        for replica in range(replicas):
+            if buffers:
+                buffers.begin_replica()
+            for micro_batch in range(accumulation):
+                loss, extra = self._forward(take(), number, update, replica, micro_batch)
+                scaled = loss / plan.micro_batches_per_update if plan.micro_batches_per_update > 1 else loss
+                if number == first_micro_batch:
+                    for hook in hooks["before_backward"]:
+                        hook(scaled)
+                if self._backward is None:
+                    scaled.backward()
+                else:
+                    self._backward(scaled)
+                loss = loss.detach()
+                del scaled
+                number += 1
+                self._on_micro_batch()
+            if buffers:
+                buffers.end_replica()
+                gradients = self._add_gradients(gradients)
+
+        if buffers:
+            buffers.end_update(replicas)
+            for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+                parameter.grad = gradient
+        for hook in hooks["after_backward"]:
+            hook()
+        for hook in hooks["before_optimizer_step"]:
+            hook(self._optimizer)
+        if self._clip is not None:
+            self._clip()
+        self._optimizer.step()
+        return loss, extra
+
+    def _forward(self, batch: Any, number: int, update: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        self._randomness.begin(update, replica, micro_batch)
+        if self._context is None:
+            output = self._step(batch, number)
+        else:
+            with self._context():
+                output = self._step(batch, number)
+        if isinstance(output, torch.Tensor):
+            return output, {}
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
+            return output["loss"], {name: value for name, value in output.items() if name != "loss"}
+        raise PlanError(
+            f"training_step returned {type(output).__name__}{'' if output is None else ' without a loss'} for micro-batch {number};"
+            " under IPUStrategy every micro-batch counts in its weight update, so it must return a loss or a dict with one"
+        )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _add_gradients(self, totals: list[torch.Tensor | None] | None) -> list[torch.Tensor | None]:
+        """Add the gradients of the replica that has just run to those of the replicas before it, and take them off the parameters."""
+        parameters = self._parameters()
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        if totals is None:
+            return gradients
+        both = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if total is not None and gradient is not None]
+        if both:
+            torch._foreach_add_([total for total, _ in both], [gradient for _, gradient in both])
+        return [gradient if total is None else total for total, gradient in zip(totals, gradients, strict=True)]

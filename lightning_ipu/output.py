@@ -1,0 +1,216 @@
+"""What a run leaves behind: its output directory, kept from other runs, and ``metrics.csv``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from pytorch_lightning.loggers.logger import Logger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: directories are then not locked
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["MetricsFile", "OutputDirectory", "OutputDirectoryError", "free_name", "write_atomically"]
+
+CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.csv", "checkpoints"
+
+
+class OutputDirectoryError(ValueError):
+    """The output directory cannot be used; the message names it and says what would help."""
+
+
+class OutputDirectory:
+    """The one place that a run writes to. While it is claimed no other run on this machine can claim it.
+
+    Raises OutputDirectoryError where the directory cannot be made or written, or is in use.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until the process ends
+        except OSError as error:
+            raise OutputDirectoryError(f"cannot write in the output directory {self.path}: {error.strerror}") from None
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.seek(0)
+                holder = self._lock.read().strip() or "unknown"
+                self._lock.close()
+                raise OutputDirectoryError(
+                    f"the output directory {self.path} is in use by process {holder}; choose another one or wait until it has ended"
+                ) from None
+            except OSError:  # a file system without locks: the run is worth more than its protection
+                pass
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+    def release(self) -> None:
+        """Let other runs claim the directory."""
+        self._lock.close()
+
+    def set_aside_earlier_run(self) -> Path | None:
+        """Move what an earlier run left here into ``earlier-1``, ``earlier-2``, ...; returns that directory, None if there was nothing.
+
+        Only the names that a run writes are moved; other files stay where they are.
+        """
+        found = [name for name in self._written_names() if (self.path / name).exists()]
+        if not found:
+            return None
+        aside = free_name(self.path / "earlier")
+        aside.mkdir()
+        for name in found:
+            (self.path / name).rename(aside / name)
+        return aside
+
+    def _written_names(self) -> list[str]:
+        kept = [path.name for pattern in ("config-*.yaml", "metrics-*.csv") for path in sorted(self.path.glob(pattern))]
+        return [CONFIG, METRICS, CHECKPOINTS, *kept]
+
+    def holds(self, path: str | Path) -> bool:
+        """Whether ``path`` lies inside this directory."""
+        return self.path.resolve() in Path(path).resolve().parents
+
+
+class MetricsFile(Logger):
+    """Lightning logger that appends one row per weight update to ``metrics.csv``; columns appear as values do.
+
+    Everything logged at one step (a training step, the validation after it, the epoch's averages) shares a row, so ``step``, the number of
+    weight updates, is strictly increasing. A row is written once its step is over, and at the end. Where the file already has rows, from a
+    run that is being continued, rows from the first new step on are replaced; the file as it was is kept as ``metrics-1.csv``, ....
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__()
+        self._directory = Path(directory)
+        self._file: IO[str] | None = None
+        self._columns: list[str] = []
+        self._row: dict[str, Any] = {}  # of the step that is not over
+        self._last_step: int | None = None  # of the rows in the file
+
+    @property
+    def path(self) -> Path:
+        return self._directory / METRICS
+
+    @property
+    @override
+    def name(self) -> str:
+        return ""  # with an empty version: Lightning puts checkpoints straight into save_dir/checkpoints
+
+    @property
+    @override
+    def version(self) -> str:
+        return ""
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        return str(self._directory)
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml and the checkpoints hold them."""
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add values to the row of ``step`` (weight updates); without a step, to the row that is open."""
+        if step is None:
+            step = self._row.get("step", 0)
+        if self._file is None:
+            self._open(first_step=step)
+        if self._row and step > self._row["step"]:
+            self._write_row()
+        if not self._row and self._last_step is not None and step <= self._last_step:
+            self._amend(step, metrics)
+        elif self._row and step < self._row["step"]:
+            self._amend(step, metrics)
+        else:
+            self._row.update(metrics, step=step)
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._write_row()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, *, first_step: int) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self._columns = ["step", "epoch"]
+            self._rewrite([])
+            return
+        self._columns, rows = self._read()
+        kept = [row for row in rows if int(row["step"]) < first_step]
+        if len(kept) < len(rows):
+            self.path.rename(free_name(self.path))
+            self._rewrite(kept)
+        else:
+            self._file = self.path.open("a", newline="")
+        self._last_step = int(kept[-1]["step"]) if kept else None
+
+    def _write_row(self) -> None:
+        if not self._row:
+            return
+        if new := [name for name in self._row if name not in self._columns]:
+            self._columns += new
+            self._rewrite(self._read()[1])
+        assert self._file is not None
+        csv.writer(self._file).writerow([_text(self._row.get(name)) for name in self._columns])
+        self._file.flush()
+        self._last_step, self._row = self._row["step"], {}
+
+    def _amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add values to a row that is written already."""
+        self._columns += [name for name in metrics if name not in self._columns]
+        rows = {int(row["step"]): row for row in self._read()[1]}
+        rows.setdefault(step, {"step": str(step)}).update({name: _text(value) for name, value in metrics.items()})
+        self._rewrite([rows[key] for key in sorted(rows)])
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        with self.path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if row.get("step", "").isdigit()]  # a run that was killed may leave half a line
+            return list(reader.fieldnames or ["step", "epoch"]), rows
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        """Replace the file by one with all columns; whoever reads it meets the old one or the new one, whole."""
+        if self._file is not None:
+            self._file.close()
+        text = io.StringIO()
+        csv.writer(text).writerows([self._columns, *([row.get(name) or "" for name in self._columns] for row in rows)])
+        write_atomically(self.path, text.getvalue())
+        self._file = self.path.open("a", newline="")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there as a whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, newline="")
+    draft.replace(path)
+
+
+def free_name(path: Path) -> Path:
+    """The first of ``name-1.suffix``, ``name-2.suffix``, ... that does not exist."""
+    return next(place for n in itertools.count(1) if not (place := path.with_name(f"{path.stem}-{n}{path.suffix}")).exists())
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else f"{float(value):.8g}"

@@ -1,0 +1,409 @@
+"""One run of a command: LightningCLI with this package's defaults, output directory, display and ways to end.
+
+The short form of a command and its ``fit validate test predict`` both end here, so that both build the same objects.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from jsonargparse import ArgumentError
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_ipu import machine
+from lightning_ipu.display import RunDisplay, closing_lines
+from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically
+from lightning_ipu.precision import lightning_precision, precision_name, resolve
+
+__all__ = ["Command", "run_command"]
+
+VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What one package's command consists of.
+
+    Args:
+        prog: its name in messages.
+        model_class, datamodule_class: as LightningCLI takes them; their arguments are the keys ``model.*`` and ``data.*``.
+        links: (attribute of the data module, argument of the model) that are the same thing.
+        facts: rows for the table at the start, as (name, value); the first says which network it is.
+        epochs: how many to train where nothing says how many, and why, in words, where that is worth a line.
+        note: a line to end with that must not be missed, None without one.
+        model_defaults, data_defaults: values that this command starts from.
+    """
+
+    prog: str
+    model_class: type[pl.LightningModule]
+    datamodule_class: type[pl.LightningDataModule]
+    links: Sequence[tuple[str, str]]
+    facts: Callable[[CommandLine], list[tuple[str, str]]]
+    epochs: Callable[[pl.LightningDataModule], tuple[int, str | None]]
+    note: Callable[[pl.LightningDataModule], str | None]
+
+
+def run_command(command: Command, arguments: Sequence[str], *, validate: bool = False, test: bool = False) -> int:
+    """Run LightningCLI arguments under ``command``; returns the exit status.
+
+    ``validate`` and ``test`` say what is to follow ``fit``: a validation of the final weights unless ``fit`` has ended with one, and a
+    pass over the test set. What a person can put right (a setting, a file) ends in one line, with status 2 before the run has begun
+    and 1 after; faults of the program keep their traceback.
+    """
+    _keep_quiet(command.prog)
+    signals = SignalHandler(command.prog)
+    signals.install()
+    try:
+        CommandLine(command, list(arguments), signals=signals, validate=validate, test=test)
+    except Exception as error:
+        if not _is_meant_for_people(error):
+            raise
+        started = signals.display is not None and signals.display.started
+        print(f"{command.prog}: error: {_one_line(error)}", file=sys.stderr)
+        return 1 if started else 2
+    return 0
+
+
+class CommandLine(LightningCLI):
+    """LightningCLI for a command; see `run_command`."""
+
+    def __init__(self, command: Command, arguments: list[str], *, signals: SignalHandler, validate: bool, test: bool) -> None:
+        self.command, self.signals = command, signals
+        self.then_validate, self.then_test = validate, test
+        self.output: OutputDirectory | None = None
+        self.display: RunDisplay | None = None
+        super().__init__(
+            command.model_class,
+            command.datamodule_class,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            trainer_defaults={
+                "strategy": {"class_path": "lightning_ipu.strategy.IPUStrategy"},
+                "default_root_dir": "results",
+                "log_every_n_steps": 10,
+                "num_sanity_val_steps": 0,
+                "enable_model_summary": False,
+            },
+            seed_everything_default=0,
+            parser_kwargs={"prog": f"python -m {command.prog}", "exit_on_error": False},
+            auto_configure_optimizers=False,
+            args=arguments,
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--precision",
+            type=Literal["auto", "16.16", "16.32", "32.32", "16", "32"],
+            default="auto",
+            help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32. Saved as it was resolved.",
+        )
+        parser.add_function_arguments(set_up_machine, "machine")
+        for attribute, argument in self.command.links:
+            parser.link_arguments(f"data.{attribute}", f"model.{argument}", apply_on="instantiate")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.monitor": VAL_ACCURACY,
+                "checkpoint.mode": "max",
+                "checkpoint.filename": "best-epoch{epoch}-update{step}",
+                "checkpoint.auto_insert_metric_name": False,
+            }
+        )
+
+    # -- settling what was left open, before anything is built
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        accelerator = config.trainer.accelerator
+        if accelerator == "auto":  # never Apple's or another device that the engine was not made for
+            accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+        self.accelerator = accelerator
+        if config.trainer.precision is not None:
+            named = precision_name(str(config.trainer.precision))
+            if config.precision not in ("auto", named):
+                raise MisconfigurationException(
+                    f"precision {config.precision} and trainer.precision {config.trainer.precision} say different things; give one of them"
+                )
+            self.precision = str(config.trainer.precision)
+        else:
+            config.precision = resolve(config.precision, accelerator="gpu" if accelerator in ("gpu", "cuda") else "cpu")
+            self.precision = lightning_precision(config.precision)
+        if config.trainer.limit_val_batches == 0:
+            config.checkpoint.monitor = None
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        config, settings = self.config[self.subcommand], self.config_init[self.subcommand].trainer
+        if hasattr(self.datamodule, "dataset_name"):
+            config.data.dataset = self.datamodule.dataset_name  # a replay must not look for another one
+        unbounded = settings.max_epochs is None and settings.max_steps == -1 and settings.max_time is None
+        if self.subcommand == "fit" and unbounded:
+            config.trainer.max_epochs, reason = self.command.epochs(self.datamodule)
+            kwargs["max_epochs"] = config.trainer.max_epochs
+            if reason:
+                print(reason)
+        kwargs |= {"accelerator": self.accelerator, "precision": self.precision}
+        if settings.devices == "auto":
+            kwargs["devices"] = 1  # one process serves the whole plan, on the first device of several
+
+        directory = Path(settings.default_root_dir)
+        callbacks: list[Callback] = list(settings.callbacks or [])
+        if settings.enable_progress_bar is not False and not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
+            self.display = RunDisplay(title=self.command.prog, facts=self.command.facts(self), val_loss=VAL_LOSS, val_accuracy=VAL_ACCURACY)
+            self.signals.display = self.display
+            callbacks.append(self.display)
+        if self.subcommand == "fit" and not settings.fast_dev_run:
+            self._claim(directory, config)
+            if settings.logger in (None, True):
+                kwargs["logger"] = MetricsFile(directory)
+            callbacks.append(LastCheckpoint(directory / CHECKPOINTS / "last.ckpt", signals=self.signals))
+        elif settings.logger in (None, True):
+            kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+    def _claim(self, directory: Path, config: Any) -> None:
+        """Take the output directory; an earlier run in it is moved aside, unless it is the one that is continued."""
+        self.output = OutputDirectory(directory)
+        resumed = config.ckpt_path
+        if resumed and (resumed in ("last", "hpc", "registry") or self.output.holds(resumed)):
+            return
+        if aside := self.output.set_aside_earlier_run():
+            print(f"An earlier run was in {directory}: it is in {aside} now.")
+
+    def machine_facts(self) -> list[tuple[str, str]]:
+        """Rows for the table: the device and the precision."""
+        if self.accelerator == "cpu":
+            threads = torch.get_num_threads()
+            device = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        else:
+            device = torch.cuda.get_device_name() if torch.cuda.is_available() else self.accelerator
+        name = precision_name(self.precision)
+        return [("device", device), ("precision", f"{name} (Trainer: {self.precision})" if name else self.precision)]
+
+    # -- what follows
+
+    def after_fit(self) -> None:
+        final = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        if self.display is None or self.display.validated_at != self.trainer.global_step:
+            final.pop(VAL_LOSS, None), final.pop(VAL_ACCURACY, None)
+            if self.then_validate and self.trainer.limit_val_batches != 0:
+                final = self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)[0]
+        self._close(
+            closing_lines(throughput=self.display and self.display.throughput, accuracy=final.get(VAL_ACCURACY), loss=final.get(VAL_LOSS))
+        )
+        if self.then_test:
+            scores = self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)[0]
+            lines = closing_lines(accuracy=scores.get("test_accuracy"), loss=scores.get("test_loss"))
+            self._close([f"test {line}" for line in lines])
+        if note := self.command.note(self.datamodule):
+            self._close([note])
+
+    def before_validate(self) -> None:
+        self._warn_of_random_weights()
+
+    before_test = before_predict = before_validate
+
+    def _warn_of_random_weights(self) -> None:
+        if not self.config_init[self.subcommand].ckpt_path:
+            warnings.warn(f"{self.subcommand} without --ckpt_path: the weights are RANDOM, and so is the score", stacklevel=2)
+
+    def after_validate(self) -> None:
+        self._close_evaluation("val")
+
+    def after_test(self) -> None:
+        self._close_evaluation("test")
+
+    def _close_evaluation(self, split: str) -> None:
+        scores = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self._close(closing_lines(accuracy=scores.get(f"{split}_accuracy"), loss=scores.get(f"{split}_loss")))
+        if note := self.command.note(self.datamodule):
+            self._close([note])
+
+    def _close(self, lines: list[str]) -> None:
+        if self.trainer.is_global_zero:
+            print("\n".join(lines), flush=True)
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes ``config.yaml``, as a whole or not at all, once a fit has been set up; the file of a run that is continued is kept."""
+
+    @override
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        path = Path(trainer.default_root_dir) / CONFIG
+        text = self.parser.dump(self.config, skip_none=False)
+        if path.exists() and path.read_text() != text:
+            path.rename(free_name(path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+
+
+def set_up_machine(threads: int | None = None, keep_freed_memory: bool = True) -> int:
+    """Make the settings that move the speed and no number, before anything big is allocated.
+
+    Args:
+        threads: threads of one operation; null is the cores that this process may use, or OMP_NUM_THREADS.
+        keep_freed_memory: tell glibc to keep big blocks of memory instead of handing them back to the system.
+    """
+    if keep_freed_memory:
+        machine.keep_freed_memory()
+    return machine.set_threads(threads)
+
+
+# -- ways to end --------------------------------------------------------------------------------------------------------------
+
+
+class SignalHandler:
+    """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once."""
+
+    def __init__(self, prog: str) -> None:
+        self.prog = prog
+        self.display: RunDisplay | None = None
+        self.trainer: pl.Trainer | None = None  # while it trains
+        self.received: int | None = None
+
+    def install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._handle)
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.trainer is None or self.received is not None:
+            raise SystemExit(128 + signum)
+        self.received = signum
+        self.trainer.strategy.progress.stop_signal = signum
+        # Written by a thread: this handler may have interrupted a write to the same stream.
+        again = "Ctrl-C again" if signum == signal.SIGINT else "the signal again"
+        text = f"{self.prog}: finishing the current weight update, then saving ({again} ends at once)"
+        threading.Thread(target=self.say, args=(text,)).start()
+
+    def say(self, text: str) -> None:
+        if self.display is not None:
+            self.display.line(text)
+        else:
+            print(text, flush=True)
+
+
+class LastCheckpoint(Callback):
+    """Keeps ``last.ckpt``, the latest weights: at each epoch's end, where the training ends, and when a signal ends it.
+
+    Lightning's own ``save_last`` renews its file only when another checkpoint was saved, which the best one often is not.
+    """
+
+    def __init__(self, path: Path, *, signals: SignalHandler) -> None:
+        self.path, self.signals = path, signals
+        self._saved_at: int | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.signals.trainer = trainer
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end_if_asked(trainer)
+
+    @override
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        self._end_if_asked(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saved_at != trainer.global_step:
+            self._save(trainer)
+        self.signals.trainer = None
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(self.path)
+        self._saved_at = trainer.global_step
+
+    def _end_if_asked(self, trainer: pl.Trainer) -> None:
+        if self.signals.received is None or trainer is not self.signals.trainer:
+            return
+        if self._saved_at != trainer.global_step:
+            self._save(trainer)
+        self.signals.trainer = None
+        self.signals.say(f"stopped after {trainer.global_step:,} weight updates; the state is saved in {self.path}")
+        raise SystemExit(128 + self.signals.received)
+
+
+# -- messages -----------------------------------------------------------------------------------------------------------------
+
+_CHATTER = (
+    "does not have many workers",  # data sets here are whole in memory: workers would slow them down
+    "is smaller than the logging interval",  # every epoch logs its average
+    "exists and is not empty",  # what was there has been moved aside
+    "args parameter is intended to run from within Python",
+    "Consider setting `persistent_workers=True`",
+    "samples are left out of every epoch",  # the table says so
+)
+
+
+def _keep_quiet(prog: str) -> None:
+    """Silence Lightning's remarks on devices, tips and sanity; show warnings as one line each."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        lightnings_own = {"pytorch_lightning", "lightning_fabric"} & set(Path(record.pathname).parts)
+        return record.levelno > logging.INFO or not (lightnings_own or any(words in record.getMessage() for words in _CHATTER))
+
+    for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
+        for handler in logging.getLogger(name).handlers:
+            handler.addFilter(wanted)
+    for words in _CHATTER:
+        warnings.filterwarnings("ignore", message=f".*{words}")
+
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        print(f"{prog}: warning: {' '.join(str(message).split())}", file=file or sys.stderr)
+
+    warnings.showwarning = show
+
+
+def _is_meant_for_people(error: Exception) -> bool:
+    """Whether the error was raised on purpose, by this project or Lightning, about something that its user can put right.
+
+    A ValueError that a slip of ours caused deep in torch, or by a faulty expression here, is not: that needs its traceback.
+    """
+    if isinstance(error, (MisconfigurationException, ArgumentError)):
+        return True
+    if isinstance(error, OSError):
+        return error.filename is not None or _raised_here(error)
+    return isinstance(error, ValueError) and _raised_here(error)
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether a ``raise`` statement in this project's packages or in Lightning made the error."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    by_statement = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return by_statement and (package.endswith("_ipu") or package in ("pytorch_lightning", "lightning_fabric", "__main__"))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

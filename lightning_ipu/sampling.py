@@ -1,0 +1,368 @@
+"""Order, shards and position: the only place that decides which sample comes next.
+
+Lightning's loops receive loaders made here. The training loader hands out one `HostStep` per host step, a handle from which the engine
+draws micro-batches one at a time; memory does not grow with the plan. The order is the user's own sampler's, run under (seed, epoch); a
+sample's own randomness is seeded with (seed, epoch, index), so neither loader workers nor replicas nor an interruption can change it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
+
+from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
+
+_ORDER, _SAMPLE, _EVALUATE, _LOADER, _STREAM = (name_word(name) for name in ("order", "sample", "evaluate", "loader", "stream"))
+
+
+def epoch_order(sampler: Sampler, *, seed: int, epoch: int) -> list[Any]:
+    """The sampler's order in one epoch, a function of (seed, epoch); the caller's random streams stay as they were."""
+    word = mix(seed, _ORDER, epoch)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(word)
+    with preserved_streams():
+        seed_all(word)
+        return list(sampler)
+
+
+class MicroBatchSampler:
+    """Batch sampler of an epoch's micro-batches from number `first` to number `last`, each with the epoch it belongs to."""
+
+    def __init__(self, sampler: Sampler, *, seed: int, micro_batch_size: int) -> None:
+        self.sampler, self.seed, self.micro_batch_size = sampler, seed, micro_batch_size
+        self.epoch, self.first, self.last = 0, 0, 0
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        size, epoch = self.micro_batch_size, self.epoch
+        order = epoch_order(self.sampler, seed=self.seed, epoch=epoch)
+        if len(order) < self.last * size:
+            raise PlanError(f"{type(self.sampler).__name__} gave {len(order)} samples in epoch {epoch}, fewer than its length promised")
+        for number in range(self.first, self.last):
+            yield epoch, order[number * size : (number + 1) * size]
+
+
+class EvaluationBatchSampler:
+    """The user's batch sampler in evaluation, noting how many samples each batch holds: averages are weighted by that."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self.batches = batches
+        self.sizes: deque[int] = deque()
+
+    def __iter__(self) -> Iterator[tuple[None, list[Any]]]:
+        self.sizes.clear()
+        for indices in self.batches:
+            indices = list(indices)
+            self.sizes.append(len(indices))
+            yield None, indices
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _draws_nothing(dataset: Dataset) -> bool:
+    """Whether the data set is known to use no randomness, so that seeding for each of its samples would be wasted."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
+
+
+class SeededDataset(Dataset):
+    """A map-style data set whose samples' randomness (torch, numpy, Python) is a function of (seed, epoch, index).
+
+    A data set with a method `seeded_batch(indices, *, seed, epoch)` draws whole collated micro-batches by that law itself.
+    """
+
+    def __init__(self, dataset: Dataset, *, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self.draws_batches = hasattr(dataset, "seeded_batch")
+        self._pure = _draws_nothing(dataset)
+
+    def __getitems__(self, batch: tuple[int | None, list[Any]]) -> Any:
+        epoch, indices = batch
+        if self.draws_batches:
+            return self.dataset.seeded_batch(indices, seed=self.seed, epoch=epoch or 0)
+        if self._pure:
+            return [self.dataset[index] for index in indices]
+        stream = mix(self.seed, _EVALUATE) if epoch is None else mix(self.seed, _SAMPLE, epoch)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        samples = []
+        for index in indices:
+            seed_all(mix(stream, index if isinstance(index, int) else name_word(repr(index))))
+            samples += fetch([index]) if fetch is not None else [self.dataset[index]]
+        return samples
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> DataLoader:
+    """The same loader over another data set or sampler; its own draws (worker seeds) come from a generator of its own."""
+    options = {
+        name: getattr(loader, name)
+        for name in ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "persistent_workers")
+    }
+    if loader.num_workers:
+        options["multiprocessing_context"] = loader.multiprocessing_context
+    if isinstance(changed["dataset"], SeededDataset) and changed["dataset"].draws_batches:
+        options["collate_fn"] = _as_is
+    generator = torch.Generator().manual_seed(mix(seed, _LOADER))
+    return DataLoader(**{**options, **changed, "generator": generator})
+
+
+class TrainingData:
+    """A user's training loader under the laws of this package.
+
+    Args:
+        loader: a torch DataLoader; its batch size is the micro-batch.
+        seed: of the order and of the samples' randomness.
+
+    Raises:
+        PlanError: a loader whose order or batches the strategy cannot own.
+    """
+
+    def __init__(self, loader: DataLoader, *, seed: int) -> None:
+        if not isinstance(loader, DataLoader):
+            raise PlanError(
+                f"train_dataloader is a {type(loader).__name__}; IPUStrategy needs a torch DataLoader, whose batch size is the micro-batch"
+            )
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise PlanError(
+                f"train_dataloader is a {type(loader).__name__} with an iteration of its own; IPUStrategy needs a plain DataLoader"
+            )
+        if loader.batch_size is None:
+            what = "batch_size=None" if loader.batch_sampler is None else f"batch_sampler={type(loader.batch_sampler).__name__}"
+            raise PlanError(
+                f"train_dataloader has {what}: IPUStrategy forms the batches itself; give the loader batch_size=MICRO_BATCH and a sampler"
+            )
+        self.user_loader, self.seed, self.micro_batch_size = loader, seed, loader.batch_size
+        self.is_stream = isinstance(loader.dataset, IterableDataset)
+        self.samples: int | None
+        if self.is_stream:
+            self.loader = _rebuilt(loader, seed=seed, dataset=loader.dataset, batch_size=loader.batch_size, drop_last=True)
+            self.samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+        else:
+            try:
+                self.samples = len(loader.sampler)
+            except TypeError:
+                raise PlanError(
+                    f"the sampler {type(loader.sampler).__name__} has no length, so an epoch has none; give it a __len__"
+                ) from None
+            self._batches = MicroBatchSampler(loader.sampler, seed=seed, micro_batch_size=loader.batch_size)
+            dataset = SeededDataset(loader.dataset, seed=seed)
+            self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=self._batches)
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Full micro-batches in an epoch; None for a stream of unknown length."""
+        return None if self.samples is None else self.samples // self.micro_batch_size
+
+    def epoch(self, epoch: int, *, first: int, last: int | None) -> Iterator[Any]:
+        """Micro-batches number `first` to `last` of an epoch, on the host, one at a time."""
+        if not self.is_stream:
+            self._batches.epoch, self._batches.first, self._batches.last = epoch, first, last
+            return iter(self.loader)
+        return islice(self._stream(epoch), first, last)
+
+    def _stream(self, epoch: int) -> Iterator[Any]:
+        """An IterableDataset's micro-batches; what its own process draws for number k is a function of (seed, epoch, k)."""
+        if hasattr(self.user_loader.dataset, "set_epoch"):
+            self.user_loader.dataset.set_epoch(epoch)
+        stream, number = iter(self.loader), 0
+        while True:
+            with preserved_streams():
+                seed_all(mix(self.seed, _STREAM, epoch, number))
+                try:
+                    micro_batch = next(stream)
+                except StopIteration:
+                    return
+            yield micro_batch
+            number += 1
+
+
+class HostStep:
+    """What Lightning's loop carries in place of a batch: a handle on the micro-batches of some weight updates.
+
+    The engine takes the micro-batches one at a time. To hooks (`on_train_batch_start`, `on_train_batch_end`) the handle looks like the
+    micro-batch last taken: it unpacks, indexes and answers `isinstance` like it; before the first was taken, looking fetches that one.
+    """
+
+    def __init__(self, draw: Callable[[int], Any], weight_updates: int) -> None:
+        self._draw, self.weight_updates, self.taken = draw, weight_updates, 0
+        self._current: Any = None
+        self._looked = False
+
+    def take(self) -> Any:
+        """The next micro-batch, on the device."""
+        if self._looked:
+            self._looked = False
+        else:
+            self._current = None  # let the last micro-batch go before the next one is made
+            self._current = self._draw(self.taken)
+        self.taken += 1
+        return self._current
+
+    def _look(self) -> Any:
+        if self._current is None:
+            with preserved_streams():
+                self._current = self._draw(0)
+            self._looked = True
+        return self._current
+
+    @property
+    def __class__(self) -> type:
+        return HostStep if self._current is None else type(self._current)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._look(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._look()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._look())
+
+    def __len__(self) -> int:
+        return len(self._look())
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._look()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def seen(value: Any) -> Any:
+            return value._look() if type(value) is HostStep else value
+
+        return function(*map(seen, args), **{name: seen(value) for name, value in (kwargs or {}).items()})
+
+
+class HostSteps:
+    """The training loader as Lightning's loop sees it: as long as the epoch has micro-batches, one handle for each host step.
+
+    Args:
+        data: where the micro-batches come from.
+        plan: decides how many of them make a weight update.
+        micro_batches: how many are trained on in an epoch, a multiple of A x R; None for a stream of unknown length.
+        begin: called at an epoch's first step; returns (epoch, number of the first micro-batch).
+        next_updates: called at each host step; returns how many weight updates it may hold and counts them as begun.
+        draw: makes a host micro-batch ready for the device, given its number within the host step.
+    """
+
+    def __init__(
+        self,
+        data: TrainingData,
+        *,
+        plan: Plan,
+        micro_batches: int | None,
+        begin: Callable[[], tuple[int, int]],
+        next_updates: Callable[[], int],
+        ready: Callable[[Any, int], Any],
+    ) -> None:
+        self.data, self.plan, self.micro_batches = data, plan, micro_batches
+        self._begin, self._next_updates, self._ready = begin, next_updates, ready
+
+    def __len__(self) -> int:
+        if self.micro_batches is None:
+            raise TypeError("a stream without a length")
+        return self.micro_batches
+
+    def __iter__(self) -> Iterator[HostStep]:
+        epoch, first = self._begin()
+        stream = self.data.epoch(epoch, first=first, last=self.micro_batches)
+        if self.micro_batches is None:
+            yield from self._of_stream(stream)
+            return
+
+        def draw(number: int) -> Any:
+            try:
+                return self._ready(next(stream), number)
+            except StopIteration:
+                raise PlanError(
+                    f"the training data of epoch {epoch} ended before the {self.micro_batches} micro-batches that its length promised"
+                ) from None
+
+        while first < self.micro_batches:
+            updates = self._next_updates()
+            yield HostStep(draw, updates)
+            first += updates * self.plan.micro_batches_per_update
+
+    def _of_stream(self, stream: Iterator[Any]) -> Iterator[HostStep]:
+        """Host steps of one weight update: only what is held in memory is known to be a whole update."""
+        while len(held := deque(islice(stream, self.plan.micro_batches_per_update))) == self.plan.micro_batches_per_update:
+            yield HostStep(lambda number, held=held: self._ready(held.popleft(), number), 1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "data":
+            raise AttributeError(name)
+        return getattr(self.data.user_loader, name)
+
+
+class EvaluationData:
+    """A user's loader in validation, test and prediction: every sample once, in its own order, under seeds of its own.
+
+    `size` is the number of samples in the batch last drawn, None where that is not known.
+    """
+
+    def __init__(self, loader: DataLoader, *, seed: int) -> None:
+        self.user_loader, self.size = loader, None
+        self._sizes: deque[int] | None = None
+        self.loader, self._guarded = loader, True
+        if (
+            type(loader).__iter__ is DataLoader.__iter__
+            and not isinstance(loader.dataset, IterableDataset)
+            and loader.batch_sampler is not None
+        ):
+            batches = loader.batch_sampler
+            if type(batches) is BatchSampler and batches.drop_last:
+                batches = BatchSampler(loader.sampler, batches.batch_size, drop_last=False)
+            sized = EvaluationBatchSampler(batches)
+            dataset = SeededDataset(loader.dataset, seed=seed)
+            self._sizes, self._guarded = sized.sizes, not dataset._pure
+            self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=sized)
+
+    @property
+    def left_out(self) -> int:
+        """Samples that the user's own loader would have left out of the evaluation."""
+        if self._sizes is None or type(self.user_loader.batch_sampler) is not BatchSampler or not self.user_loader.drop_last:
+            return 0
+        return len(self.user_loader.sampler) % self.user_loader.batch_size
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._guarded:
+            with preserved_streams():
+                batches = iter(self.loader)
+        else:
+            batches = iter(self.loader)
+        while True:
+            try:
+                if self._guarded and not self.loader.num_workers:
+                    with preserved_streams():
+                        batch = next(batches)
+                else:
+                    batch = next(batches)
+            except StopIteration:
+                return
+            self.size = self._sizes.popleft() if self._sizes is not None else None
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("loader", "user_loader"):
+            raise AttributeError(name)
+        return getattr(self.user_loader, name)

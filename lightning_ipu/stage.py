@@ -1,0 +1,179 @@
+"""One stage at work: seeded randomness by module name, and recomputation that leaves everything but activations alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ipu.plan import PlanError
+from lightning_ipu.randomness import mix, name_word, seed_all, seed_torch
+from lightning_ipu.user_step import LogRecorder
+
+_STEP = name_word("step")
+
+
+def _may_draw(module: nn.Module) -> bool:
+    """Whether a module may draw random numbers of its own in its forward: torch's dropouts, and any leaf that is not torch's."""
+    if isinstance(module, (_DropoutNd, nn.RReLU)):
+        return True
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return module.dropout > 0
+    return not type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+
+
+class NamedRandomness:
+    """Seeds every random draw of a training step from (seed, weight update, replica, micro-batch, qualified module name).
+
+    The step as a whole starts from the first four; each module that may draw is seeded anew by its name at each of its calls, so that
+    its numbers do not depend on what ran before it, on which stage it sits in, or on whether a block before it was recomputed.
+    """
+
+    def __init__(self, module: nn.Module, *, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._base = 0
+        self.calls: dict[int, int] = {}
+        self._hooks = [
+            child.register_forward_pre_hook(partial(self._seed_call, name_word(name)))
+            for name, child in module.named_modules()
+            if child is not module and _may_draw(child)
+        ]
+
+    def begin(self, update: int, replica: int, micro_batch: int) -> None:
+        """Seed the global streams for one micro-batch of one replica in one weight update."""
+        self._base = mix(self._seed, _STEP, update, replica, micro_batch)
+        self.calls.clear()
+        seed_all(self._base, self._device)
+
+    def _seed_call(self, word: int, module: nn.Module, _arguments: Any) -> None:
+        if module.training:
+            call = self.calls.get(word, 0)
+            self.calls[word] = call + 1
+            seed_torch(mix(self._base, word, call), self._device)
+
+    def remove(self) -> None:
+        """Take the hooks off the network."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def recompute_blocks(module: nn.Module, recompute: bool | list[str]) -> list[str]:
+    """Names of the submodules whose activations are recomputed.
+
+    True takes the network's blocks: the members of Sequential or ModuleList containers that are built of further modules with parameters.
+    A list holds regular expressions, each of which must match the full names of some submodules.
+
+    Raises:
+        PlanError: a pattern that matches nothing, or True for a network without such blocks.
+    """
+    names = {name: child for name, child in module.named_modules() if name}
+    if recompute is True:
+        blocks = [name for name, child in module.named_children() for name in _blocks(child, name)]
+        if not blocks:
+            raise PlanError("recompute=True found no blocks in the network; name submodules, e.g. recompute=['network.features.0']")
+        return blocks
+    if not recompute:
+        return []
+    chosen: set[str] = set()
+    for pattern in recompute:
+        matches = {name for name in names if re.fullmatch(pattern, name)}
+        if not matches:
+            raise PlanError(f"recompute pattern {pattern!r} matches none of the submodules {', '.join(list(names)[:12])}, ...")
+        chosen |= matches
+    # A block inside a recomputed block is recomputed with it.
+    return [name for name in names if name in chosen and not any(name.startswith(outer + ".") for outer in chosen)]
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(next(child.parameters(), None) is not None for child in module.children())
+
+
+def _blocks(module: nn.Module, name: str) -> Iterator[str]:
+    """Outermost blocks in a module; a container made of composite members alone is looked into, not taken whole."""
+    is_container = isinstance(module, (nn.Sequential, nn.ModuleList))
+    for child_name, child in module.named_children():
+        qualified = f"{name}.{child_name}"
+        inner = list(_blocks(child, qualified)) if isinstance(child, (nn.Sequential, nn.ModuleList)) or not is_container else []
+        if inner:
+            yield from inner
+        elif is_container and _is_composite(child):
+            yield qualified
+
+
+class Recomputation:
+    """Recomputes the activations of chosen blocks in the backward pass instead of storing them.
+
+    torch.utils.checkpoint alone repeats the block's side effects: BatchNorm's statistics move twice (pytorch issue 96136), buffers are
+    read after the first run changed them, values are logged twice. Here the second run starts from the random streams and buffers that
+    the first one started from, moves neither, and is not heard.
+    """
+
+    def __init__(self, module: nn.Module, blocks: list[str], *, randomness: NamedRandomness, recorder: LogRecorder) -> None:
+        self._randomness, self._recorder = randomness, recorder
+        self._wrapped = [module.get_submodule(name) for name in blocks]
+        for block in self._wrapped:
+            block.forward = partial(self._run, block, block.forward)
+
+    def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not block.training:
+            return forward(*args, **kwargs)
+        streams = _stream_states()
+        calls = dict(self._randomness.calls)
+        buffers = [
+            (child, name, buffer.clone())
+            for child in block.modules()
+            if not isinstance(child, _NormBase)
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+        return checkpoint(
+            partial(forward, **kwargs),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), self._second_run(block, streams, calls, buffers)),
+        )
+
+    @contextmanager
+    def _second_run(self, block: nn.Module, streams: Any, calls: dict[int, int], buffers: list) -> Iterator[None]:
+        norms = [child for child in block.modules() if isinstance(child, _NormBase) and child.training and child.track_running_stats]
+        now = _stream_states(), self._randomness.calls, [child._buffers[name] for child, name, _ in buffers], self._recorder.muted
+        _set_stream_states(streams)
+        self._randomness.calls, self._recorder.muted = dict(calls), True
+        for child, name, buffer in buffers:
+            child._buffers[name] = buffer
+        for norm in norms:
+            norm.track_running_stats = False  # normalise by the batch, as in training, and leave the statistics and the counter alone
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.track_running_stats = True
+            for (child, name, _), buffer in zip(buffers, now[2], strict=True):
+                child._buffers[name] = buffer
+            self._randomness.calls, self._recorder.muted = now[1], now[3]
+            _set_stream_states(now[0])
+
+    def remove(self) -> None:
+        """Give the blocks their own forward back."""
+        for block in self._wrapped:
+            del block.forward
+
+
+def _stream_states() -> list[torch.Tensor]:
+    """States of torch's generators: the CPU's and, once CUDA is in use, each device's."""
+    generators = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+    return [generator.get_state() for generator in generators]
+
+
+def _set_stream_states(states: list[torch.Tensor]) -> None:
+    for generator, state in zip([torch.default_generator, *torch.cuda.default_generators], states, strict=False):
+        generator.set_state(state)

@@ -1,0 +1,552 @@
+"""IPUStrategy: Lightning's hooks around an engine, and nothing else.
+
+Lightning's loop sees an epoch of micro-batches and receives one handle per host step. Its `optimizer_step` runs the weight updates of that
+step in a tight loop and then moves Lightning's counters, learning-rate schedules and logs as if the loop had made each update itself.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.loops.optimization.automatic import ClosureResult
+from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, MixedPrecision, Precision
+from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
+from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_ipu.checkpoint import AtomicCheckpointIO
+from lightning_ipu.engine.local import LocalEngine
+from lightning_ipu.host_events import events_of, validation_interval
+from lightning_ipu.partition import check_num_stages, check_splits
+from lightning_ipu.placement import Placement
+from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
+from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, TrainingData
+from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
+from lightning_ipu.user_step import LogRecorder
+
+# torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
+SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
+
+_UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
+_TRANSFER, _EVALUATION = name_word("transfer"), name_word("evaluation step")
+
+
+@dataclass
+class TrainingProgress:
+    """Where a fit stands; counters move while a host step runs, so that a display can follow them.
+
+    `samples_done` counts since the fit began, `updates_done` within the epoch. A signal handler that stores its signal's number in
+    `stop_signal` ends the host step after the weight update in flight.
+    """
+
+    updates_per_epoch: int | None = None
+    samples_left_out: int = 0
+    updates_done: int = 0
+    samples_done: int = 0
+    latest: dict[str, Any] = field(default_factory=dict)
+    stop_signal: int | None = None
+
+
+class IPUStrategy(DDPStrategy):
+    """Gives any LightningModule the execution model of Graphcore's IPU, on whatever hardware there is.
+
+    The plan (the first seven arguments and the DataLoader's batch size, which is the micro-batch) decides the numbers. This engine
+    carries it out in one process: replicas and stages run in turn.
+
+    Args:
+        replication_factor: copies of the network whose gradients are averaged (R).
+        gradient_accumulation_factor: micro-batches per replica and weight update (A).
+        device_iterations: weight updates between two returns to Lightning's loop and callbacks, at most (D).
+        pipeline_splits: names of the submodules that each begin a new stage.
+        num_stages: number of stages, in place of `pipeline_splits`.
+        pipeline_schedule: 1F1B (Graphcore's Interleaved), GPipe (Grouped) or Sequential.
+        recompute: recompute the activations of the network's blocks in the backward pass; a list of regular expressions chooses them.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout: as in DDPStrategy.
+
+    Raises:
+        PlanError: a plan, trainer, module or loader that cannot be honoured, before the first step.
+    """
+
+    strategy_name = "ipu"
+
+    def __init__(
+        self,
+        *,
+        replication_factor: int = 1,
+        gradient_accumulation_factor: int = 1,
+        device_iterations: int = 1,
+        pipeline_splits: list[str] | None = None,
+        num_stages: int | None = None,
+        pipeline_schedule: str = "1F1B",
+        recompute: bool | list[str] = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        splits = list(pipeline_splits or [])
+        if splits and num_stages not in (None, len(splits) + 1):
+            raise PlanError(f"num_stages={num_stages} contradicts pipeline_splits, whose {len(splits)} names make {len(splits) + 1} stages")
+        if pipeline_schedule.lower() not in SCHEDULES:
+            raise PlanError(
+                f"pipeline_schedule={pipeline_schedule!r} is unknown; legal are 1F1B (Interleaved), GPipe (Grouped) and Sequential"
+            )
+        self.pipeline_splits, self.recompute = splits, recompute
+        self.pipeline_schedule = SCHEDULES[pipeline_schedule.lower()]
+        self.plan = Plan(
+            replication_factor=replication_factor,
+            gradient_accumulation_factor=gradient_accumulation_factor,
+            num_stages=num_stages or len(splits) + 1,
+            device_iterations=device_iterations,
+        )
+        self.progress = TrainingProgress()
+        self.seed = 0
+        self._engine: LocalEngine | None = None
+        self._evaluation: dict[str, Any] = {}
+
+    # ---- Environment: one process -------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = None
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def setup_environment(self) -> None:
+        trainer = self.lightning_module.trainer
+        processes = max(self.num_nodes * self.num_processes, self.cluster_environment.world_size())
+        Placement(plan=self.plan, processes=processes)
+        if processes > 1:
+            raise PlanError(
+                f"{processes} processes were asked for (devices={self.num_processes}, num_nodes={self.num_nodes}); IPUStrategy runs in one"
+                " process so far: use devices=1, where all replicas and stages run in turn with the same numbers"
+            )
+        # The order of samples is the strategy's: Lightning would shuffle every training loader, even in one process.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        self.seed = int(os.environ["PL_GLOBAL_SEED"]) if os.environ.get("PL_GLOBAL_SEED") else torch.initial_seed()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse_what_cannot_be_honoured(trainer)
+            self.progress = TrainingProgress()
+        Strategy.setup_environment(self)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        check_splits(module, self.pipeline_splits)
+        check_num_stages(module, self.plan.num_stages)
+        self._own_transfer()
+        if trainer.state.fn == TrainerFn.FITTING:
+            blocks = recompute_blocks(module, self.recompute)
+            self._user_accumulation, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self.plan.micro_batches_per_update
+            self._user_limit = trainer.limit_train_batches
+            self.setup_optimizers(trainer)
+            self.setup_precision_plugin()
+            _refuse_optimizers(self.optimizers)
+            self._recorder = LogRecorder(module, self.progress.latest)
+            self._randomness = NamedRandomness(module, seed=self.seed, device=self.root_device)
+            self._recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
+            self._own_schedules()
+            self._make_engine(trainer)
+        else:
+            self.setup_precision_plugin()
+
+    def _own_transfer(self) -> None:
+        """Keep Lightning's transfer hooks off the handles; the strategy calls them for every micro-batch."""
+        module = self.lightning_module
+        before = type(module)._on_before_batch_transfer
+        object.__setattr__(
+            module,
+            "_on_before_batch_transfer",
+            lambda batch, dataloader_idx=0: batch if type(batch) is HostStep else before(module, batch, dataloader_idx),
+        )
+
+    def _own_schedules(self) -> None:
+        """Take the learning-rate schedules that step per weight update over from Lightning, which would step them per host step."""
+        self._schedules: list[tuple[Any, int]] = []
+        for config in self.lr_scheduler_configs:
+            if config.interval != "step":
+                continue
+            if config.reduce_on_plateau:
+                config.frequency *= self.plan.micro_batches_per_update  # Lightning counts micro-batches here
+            else:
+                self._schedules.append((config.scheduler, config.frequency))
+                config.frequency = float("inf")  # never due in Lightning's eyes; `interval` stays for LearningRateMonitor
+
+    def _make_engine(self, trainer: Trainer) -> None:
+        module, optimizer = self.lightning_module, self.optimizers[0]
+        step = module.training_step
+        takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        plain = type(self.precision_plugin) is Precision
+        clip_value = trainer.gradient_clip_val
+        clips = bool(clip_value) or is_overridden("configure_gradient_clipping", module)
+        zero_grad = partial(self._user_zero_grad, optimizer) if is_overridden("optimizer_zero_grad", module) else None
+        self._lr_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module) else None
+        self._engine = LocalEngine(
+            plan=self.plan,
+            module=module,
+            optimizer=optimizer,
+            step=step if takes_index else lambda batch, _: step(batch),
+            context=None if plain else self.precision_plugin.train_step_context,
+            randomness=self._randomness,
+            hooks={name: self._update_hooks(trainer, f"on_{name}") for name in _UPDATE_HOOKS},
+            zero_grad=zero_grad,
+            backward=module.backward if is_overridden("backward", module) else None,
+            clip=partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None,
+            on_micro_batch=self._count_micro_batch,
+        )
+
+    def _update_hooks(self, trainer: Trainer, name: str) -> list[Any]:
+        """What is to be called for one per-update hook: the callbacks' and the module's, where they are overridden."""
+        module = self.lightning_module
+        calls = [partial(getattr(callback, name), trainer, module) for callback in trainer.callbacks if is_overridden(name, callback)]
+        if is_overridden(name, module):
+            calls.append(getattr(module, name))
+        return [partial(self._in_hook, name, call) for call in calls]
+
+    def _in_hook(self, name: str, call: Any, *arguments: Any) -> None:
+        self._recorder.hook = name
+        try:
+            call(*arguments)
+        finally:
+            self._recorder.hook = None
+
+    def _user_zero_grad(self, optimizer: Optimizer) -> None:
+        trainer = self.lightning_module.trainer
+        self.lightning_module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
+
+    def _count_micro_batch(self) -> None:
+        self.progress.samples_done += self.plan.micro_batch_size
+
+    # ---- Data ---------------------------------------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.lightning_module.trainer
+        if not trainer.training:
+            return self._evaluation_loader(dataloader)
+        data = TrainingData(dataloader, seed=self.seed)
+        self.plan = plan = _with(self.plan, micro_batch_size=data.micro_batch_size)
+        micro_batches = _trained_micro_batches(trainer, data, plan)
+        self.progress.updates_per_epoch = updates = None if micro_batches is None else micro_batches // plan.micro_batches_per_update
+        if updates is not None:
+            self.progress.samples_left_out = data.samples - micro_batches * plan.micro_batch_size
+        _check_validation_interval(trainer, updates)
+        self._events = None
+        return HostSteps(
+            data,
+            plan=plan,
+            micro_batches=micro_batches,
+            begin=self._begin_epoch,
+            next_updates=self._begin_host_step,
+            ready=self._ready,
+        )
+
+    def _evaluation_loader(self, loader: object) -> object:
+        if not isinstance(loader, torch.utils.data.DataLoader):
+            return loader
+        data = EvaluationData(loader, seed=self.seed)
+        if data.left_out:
+            rank_zero_info(
+                f"Evaluation scores every sample: drop_last=True of the loader would leave out {data.left_out} and is not applied."
+            )
+        return data
+
+    def _begin_epoch(self) -> tuple[int, int]:
+        """Called when Lightning draws an epoch's first host step: its number and the first micro-batch's."""
+        trainer = self.lightning_module.trainer
+        epoch_loop = trainer.fit_loop.epoch_loop
+        first = epoch_loop.batch_progress.current.ready
+        if self._events is None:
+            self._events = events_of(trainer, self.plan, self.progress.updates_per_epoch)
+            self._announce()
+        interval = validation_interval(trainer, self.progress.updates_per_epoch)
+        if interval is not None:
+            trainer.val_check_batch = interval * self.plan.micro_batches_per_update  # Lightning compares it with micro-batches
+        self._recorder.begin_epoch()
+        self.progress.updates_done = first // self.plan.micro_batches_per_update
+        self._logged_in_epoch = False
+        return trainer.current_epoch, first
+
+    def _announce(self) -> None:
+        if self.progress.samples_left_out:
+            rank_zero_info(
+                f"{self.progress.samples_left_out} samples are left out of every epoch: it holds {self.progress.updates_per_epoch} whole weight"
+                f" updates ({self.plan.factors()})."
+            )
+        if self._events.reduction:
+            rank_zero_info(self._events.reduction)
+
+    def _begin_host_step(self) -> int:
+        """Called when Lightning draws a host step: its weight updates, counted at once in Lightning's numbers of micro-batches."""
+        trainer = self.lightning_module.trainer
+        updates = self._events.updates_until_due(run_update=trainer.global_step, epoch_update=self.progress.updates_done)
+        extra = updates * self.plan.micro_batches_per_update - 1  # Lightning itself counts the handle as one
+        self._move_batch_progress(extra)
+        trainer.fit_loop._data_fetcher.fetched += extra
+        return updates
+
+    def _move_batch_progress(self, micro_batches: int) -> None:
+        progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+        for counts in (progress.total, progress.current):
+            counts.ready += micro_batches
+            counts.started += micro_batches
+            counts.processed += micro_batches
+            counts.completed += micro_batches
+
+    def _ready(self, batch: Any, number: int) -> Any:
+        """A micro-batch of a host step through the transfer hooks, under seeds of its own."""
+        module = self.lightning_module
+        trainer = module.trainer
+        selector = trainer._data_connector._datahook_selector
+        batch = self.precision_plugin.convert_input(batch)
+        if self.root_device.type == "cpu" and not any(
+            is_overridden(hook, selector.get_instance(hook))
+            for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        ):
+            return batch
+        update, rest = divmod(number, self.plan.micro_batches_per_update)
+        seed_all(
+            mix(self.seed, _TRANSFER, trainer.global_step + update, *divmod(rest, self.plan.gradient_accumulation_factor)), self.root_device
+        )
+        batch = selector.get_hook("on_before_batch_transfer")(batch, 0)
+        return module._apply_batch_transfer_handler(batch, device=self.root_device, dataloader_idx=0)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return batch if type(batch) is HostStep else super().batch_to_device(batch, device, dataloader_idx)
+
+    # ---- Training -----------------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: LightningModule | None = None, **kwargs: Any) -> Any:
+        """Run one host step: its weight updates in a tight loop. Lightning's closure is not run; its result is set."""
+        trainer = self.lightning_module.trainer
+        epoch_loop = trainer.fit_loop.epoch_loop
+        handle = trainer._results.batch
+        recorder, progress, engine, schedules = self._recorder, self.progress, self._engine, self._schedules
+        recorder.weight = self.plan.micro_batch_size
+        per_update = self.plan.micro_batches_per_update
+        first_update, run_update = progress.updates_done, trainer.global_step
+
+        with preserved_streams(self.root_device), recorder.recording():
+            for done in range(handle.weight_updates):
+                recorder.update = done
+                loss, extra = engine.weight_update(
+                    handle.take, update=run_update + done, first_micro_batch=(first_update + done) * per_update
+                )
+                progress.updates_done += 1
+                for schedule, frequency in schedules:
+                    if progress.updates_done % frequency == 0:
+                        self._lr_step(schedule, None) if self._lr_step else schedule.step()
+                if progress.stop_signal is not None:
+                    break
+        done += 1
+        self._settle(trainer, epoch_loop, handle, done)
+        closure._result = ClosureResult(closure_loss=loss, extra=extra)
+        return loss
+
+    def _settle(self, trainer: Trainer, epoch_loop: Any, handle: HostStep, done: int) -> None:
+        """Bring Lightning's counters and logs to where they would be had its loop made these weight updates one by one."""
+        per_update = self.plan.micro_batches_per_update
+        if self.progress.updates_per_epoch is None:  # a stream: its host steps could not be counted when they were drawn
+            self._move_batch_progress(done * per_update - 1)
+        else:
+            self._move_batch_progress((done - handle.weight_updates) * per_update)
+        steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        for counts in (steps.total, steps.current):
+            counts.ready += done - 1  # Lightning itself counts the last one
+            counts.completed += done - 1
+
+        rows = self._recorder.replay("training_step")
+        connector, every = trainer._logger_connector, trainer.log_every_n_steps
+        first = epoch_loop._batches_that_stepped
+        epoch_loop._batches_that_stepped += done - 1
+        for update, row in enumerate(rows[: done - 1]):
+            if row and (first + update + 1) % every == 0:
+                connector.log_metrics({**_as_tensors(row), "epoch": torch.tensor(trainer.current_epoch)}, step=first + update)
+                self._logged_in_epoch = True
+        self._logged_in_epoch |= connector.should_update_logs
+        if self.progress.updates_done == self.progress.updates_per_epoch and not self._logged_in_epoch and rows and rows[-1]:
+            connector.log_metrics(_as_tensors(rows[-1]))  # a short epoch still shows one training loss
+
+    # ---- Evaluation ---------------------------------------------------------------------------------------------------------
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("test_step", *args, **kwargs)
+
+    def _evaluation_step(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
+        """Run the user's step on one batch of an evaluation; what it logs is told to Lightning at the loader's end."""
+        module = self.lightning_module
+        loop = module.trainer._evaluation_loop
+        if batch_idx == 0 or "recorder" not in self._evaluation:
+            self._evaluation = {"recorder": LogRecorder(module)}
+        recorder: LogRecorder = self._evaluation["recorder"]
+        one_by_one = loop._is_sequential
+        loader = loop._combined_loader.flattened[dataloader_idx]
+        recorder.weight = getattr(loader, "size", None) if one_by_one and isinstance(loader, EvaluationData) else None
+        step = getattr(super(), name)
+        arguments = [batch]
+        if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2):
+            arguments.append(batch_idx)
+        if loop.num_dataloaders > 1 and one_by_one:
+            arguments.append(dataloader_idx)
+        with preserved_streams(self.root_device), recorder.recording():
+            seed_all(mix(self.seed, _EVALUATION, dataloader_idx, batch_idx), self.root_device)
+            output = step(*arguments)
+        last = batch_idx + 1 >= loop.max_batches[dataloader_idx] if one_by_one else True
+        if last or recorder.weight is None or recorder.wants_steps:
+            recorder.replay(name)
+        return output
+
+    # ---- End ----------------------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        if module is not None:
+            module.__dict__.pop("_on_before_batch_transfer", None)
+        if self._engine is not None:
+            self._engine = None
+            self._recomputation.remove()
+            self._randomness.remove()
+            trainer = module.trainer
+            trainer.accumulate_grad_batches, trainer.limit_train_batches = self._user_accumulation, self._user_limit
+        super().teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Nothing to add: the message that DDPStrategy would explain cannot come up."""
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="The execution model of Graphcore's IPU, under its default plan")
+
+
+def _with(plan: Plan, **changed: int) -> Plan:
+    return Plan(**{**vars(plan), **changed})
+
+
+def _as_tensors(row: dict[str, float]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
+
+
+def _trained_micro_batches(trainer: Trainer, data: TrainingData, plan: Plan) -> int | None:
+    """Micro-batches trained on in an epoch: whole weight updates within `limit_train_batches`; None for a stream of unknown length."""
+    limit, available = trainer.limit_train_batches, data.micro_batches
+    if trainer.fast_dev_run:
+        limit = trainer.fast_dev_run * plan.micro_batches_per_update  # so many weight updates
+    if available is None:
+        if limit != 1.0:
+            raise PlanError(f"limit_train_batches={limit} needs a data set with a length; {type(data.loader.dataset).__name__} has none")
+        return None
+    within = min(available, limit) if isinstance(limit, int) else int(available * limit)
+    micro_batches = within - within % plan.micro_batches_per_update
+    if micro_batches == 0:
+        cause = f"limit_train_batches={limit} leaves {within} micro-batches of" if within < available else "the training set has"
+        raise PlanError(
+            f"{cause} {data.samples} samples, fewer than one weight update needs: {plan.factors()}."
+            " Lower one of these factors, or give more samples"
+        )
+    trainer.limit_train_batches = micro_batches if limit != 1.0 else 1.0  # Lightning applies it once more: to what is left
+    return micro_batches
+
+
+def _check_validation_interval(trainer: Trainer, updates: int | None) -> None:
+    interval = trainer.val_check_interval
+    if isinstance(interval, int) and updates is not None and trainer.enable_validation and trainer.check_val_every_n_epoch is not None:
+        if interval > updates:
+            raise PlanError(
+                f"val_check_interval={interval} is in weight updates, and an epoch has {updates}; lower it, use a fraction of an epoch,"
+                " or count over epochs with check_val_every_n_epoch=None"
+            )
+
+
+def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
+    """Refuse, by name, what Lightning offers and this execution model has no place for."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    if trainer.accumulate_grad_batches != 1:
+        raise PlanError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not used under IPUStrategy:"
+            f" give IPUStrategy(gradient_accumulation_factor={trainer.accumulate_grad_batches}), which weighs every sample alike"
+        )
+    if not module.automatic_optimization:
+        raise PlanError(
+            "automatic_optimization=False (manual optimisation) cannot be honoured by IPUStrategy, which makes the weight updates itself"
+        )
+    for name in ("optimizer_step", "on_before_batch_transfer_handler"):
+        if is_overridden(name, module):
+            raise PlanError(
+                f"{type(module).__name__}.{name} is overridden; IPUStrategy makes the weight updates in a loop of its own and would not call it."
+                " Use on_before_optimizer_step, configure_gradient_clipping or lr_scheduler_step"
+            )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise PlanError("training_step(dataloader_iter) cannot be honoured: IPUStrategy draws the micro-batches; take (batch, batch_idx)")
+    if strategy._layer_sync is not None:
+        raise PlanError(
+            "sync_batchnorm=True contradicts the plan: BatchNorm normalises by the micro-batch; give larger micro-batches instead"
+        )
+    plugin = strategy.precision_plugin
+    allowed = type(plugin) in (Precision, DoublePrecision) or (type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed")
+    if not allowed:
+        raise PlanError(f"precision={plugin.precision!r} is not available under IPUStrategy yet; legal are 32-true, bf16-mixed and 64-true")
+    for callback in trainer.callbacks:
+        if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
+            raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")
+
+
+def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
+    if len(optimizers) != 1:
+        raise PlanError(f"configure_optimizers returned {len(optimizers)} optimizers; IPUStrategy needs exactly one (use parameter groups)")
+    if isinstance(optimizers[0], LBFGS):
+        raise PlanError("LBFGS evaluates the loss several times in a step, which IPUStrategy cannot honour; use another optimizer")
+
+
+if "ipu" not in StrategyRegistry:
+    IPUStrategy.register_strategies(StrategyRegistry)

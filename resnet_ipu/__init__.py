@@ -1,0 +1,1 @@
+"""ResNet and ResNeXt image classifiers, trained under the IPU execution model."""

@@ -1,0 +1,499 @@
+"""``python -m resnet_ipu``: train a ResNet or ResNeXt under the IPU execution model, then validate it.
+
+This module holds the short options, their rules and nothing that needs torch, so that ``--help`` and wrong options are answered at once.
+"""
+
+from __future__ import annotations
+
+LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main module says so
+
+import sys  # noqa: E402
+from argparse import ArgumentTypeError  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from lightning_ipu import cli, machine, precision  # noqa: E402
+from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
+
+if TYPE_CHECKING:
+    from lightning_ipu.run import CommandLine
+
+CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
+IMAGENET_SIZES = ("18", "34", "50", "101", "152", "x50", "x101")
+DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE")
+EPOCHS, EPOCHS_ON_SAMPLE = 30, 1
+
+DESCRIPTION = """\
+Train a ResNet or ResNeXt on CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST under the IPU execution model, then validate it.
+
+The plan decides the numbers: a weight update uses micro-batch x accumulation A x replicas R samples, whatever it runs on.
+Without --dataset it is CIFAR-10, or, where that is neither on disk nor to be had, a sample of Fashion-MNIST in the package."""
+
+EPILOG = """\
+examples:
+  python -m resnet_ipu --size x50 --replication-factor 4
+  python -m resnet_ipu --size 20 --dataset CIFAR-10 --data-dir DIR --batch-size 128 --epochs 30
+  python -m resnet_ipu fit --config results/config.yaml          replay a run
+  python -m resnet_ipu validate --config results/config.yaml --ckpt_path results/checkpoints/last.ckpt
+
+A step is a weight update in every option, log and checkpoint name; only --limit-train-batches and --limit-val-batches count
+micro-batches. Where a default is not the original program's (batch norm for group norm, Nesterov momentum, weight decay,
+zero-initialised last norms, warm-up) it is because the original's learns worse or diverges in as many updates."""
+
+
+def _dataset(text: str) -> str:
+    if text.upper() == "IMAGENET":
+        raise ArgumentTypeError(f"{text}: ImageNet is not available yet; there are {', '.join(DATA_SETS)}")
+    return choice(*DATA_SETS)(text)
+
+
+def _precision(text: str) -> str:
+    value = choice(*precision.CHOICES)(text)
+    if problem := precision.refusal(value):
+        raise ArgumentTypeError(problem)
+    return value
+
+
+_dataset.choices, _precision.choices = DATA_SETS, precision.CHOICES
+
+_NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
+_TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
+_COMPILER = "steers the IPU's compiler only and changes nothing here"
+
+OPTIONS = (
+    Option(
+        name="--size",
+        group=_NETWORK,
+        key="model.size",
+        type=choice(*CIFAR_SIZES, *IMAGENET_SIZES),
+        default="20",
+        help="layers; x is ResNeXt 32x4d",
+    ),
+    Option(
+        name="--norm-type",
+        group=_NETWORK,
+        key="model.norm_type",
+        type=choice("batch", "group", "none"),
+        default="batch",
+        help="normalisation",
+    ),
+    Option(name="--norm-groups", group=_NETWORK, key="model.norm_groups", type=positive(), shown="16", help="groups of --norm-type group"),
+    Option(
+        name="--shortcut-type",
+        group=_NETWORK,
+        key="model.shortcut_type",
+        type=choice("A", "B", "C"),
+        shown="A for 8 to 110, B for the others; original: B",
+        help="shortcut where the shape changes: A zero-padded, B 1x1 convolution; C convolution everywhere",
+    ),
+    Option(name="--no-zero-init", group=_NETWORK, type=bool, help="do not start each block as its shortcut alone (last norm's weight 0)"),
+    Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep images plane by plane in memory; slower on most devices"),
+    #
+    Option(name="--dataset", group=_DATA, key="data.dataset", type=_dataset, shown="CIFAR-10, else SAMPLE", help="data set"),
+    Option(
+        name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", default="data", help="where its files are, or are downloaded to"
+    ),
+    Option(
+        name="--validation-split",
+        group=_DATA,
+        key="data.validation_split",
+        type=cli.fraction_or_count,
+        metavar="SHARE",
+        shown="0.1; SAMPLE has 500 images of its own",
+        help="share or number of training images to validate on; the test set is left for --test",
+    ),
+    Option(
+        name="--validate-on-test", group=_DATA, type=bool, excludes="--validation-split", help="validate on the test set, train on all else"
+    ),
+    Option(
+        name="--synthetic-data",
+        group=_DATA,
+        key="data.synthetic",
+        type=choice("host", "ipu"),
+        help="make images up: on the host, or on the device itself, which leaves loading out",
+    ),
+    Option(name="--no-augmentation", group=_DATA, type=bool, help="no random crops and flips"),
+    Option(
+        name="--num-workers",
+        group=_DATA,
+        key="data.num_workers",
+        type=positive(zero=True),
+        default=0,
+        help="loader processes; original: 16",
+    ),
+    #
+    Option(
+        name="--batch-size",
+        group=_PLAN,
+        type=positive(),
+        shown="32",
+        excludes="--micro-batch-size",
+        help="samples over all replicas, accumulation not counted; a multiple of --replication-factor",
+    ),
+    Option(name="--micro-batch-size", group=_PLAN, type=positive(), help="instead of --batch-size: samples at once on one replica"),
+    Option(
+        name="--replication-factor",
+        group=_PLAN,
+        key="trainer.strategy.replication_factor",
+        type=positive(),
+        default=1,
+        help="R, replicas whose gradients are averaged",
+    ),
+    Option(
+        name="--gradient-accumulation-factor",
+        group=_PLAN,
+        key="trainer.strategy.gradient_accumulation_factor",
+        type=positive(),
+        default=1,
+        help="A, micro-batches per replica and weight update",
+    ),
+    Option(
+        name="--num-ipus",
+        group=_PLAN,
+        type=positive(),
+        shown="one per replica and stage",
+        help="virtual IPUs, a multiple of R: N/R of them are the stages of each replica",
+    ),
+    Option(
+        name="--pipeline",
+        group=_PLAN,
+        type=bool,
+        help="run the stages as a pipeline; without it they run one after the other (sharded): the same numbers",
+    ),
+    Option(
+        name="--pipeline-splits",
+        group=_PLAN,
+        key="trainer.strategy.pipeline_splits",
+        type=cli.names,
+        metavar="NAMES",
+        shown="balanced",
+        help="submodules that begin a new stage, with commas, such as network.layer2,network.layer3",
+    ),
+    Option(
+        name="--pipeline-schedule",
+        group=_PLAN,
+        type=choice("1F1B", "GPipe", "Sequential", "Interleaved", "Grouped"),
+        shown="1F1B",
+        help="order of work in a pipeline; Interleaved is 1F1B, Grouped is GPipe",
+    ),
+    Option(name="--recompute", group=_PLAN, type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
+    Option(
+        name="--batches-per-step",
+        group=_PLAN,
+        key="trainer.strategy.device_iterations",
+        type=positive(),
+        default=16,
+        help="D, weight updates per host step at most; original: 250",
+    ),
+    Option(
+        name="--precision",
+        group=_PLAN,
+        key="precision",
+        type=_precision,
+        default="auto",
+        help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32",
+    ),
+    Option(
+        name="--no-prng",
+        group=_PLAN,
+        type=bool,
+        help="no stochastic rounding. It concerns 16-bit weights only, so this is how things are anyway",
+    ),
+    Option(
+        name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of initial weights, order, augmentation and held-out images"
+    ),
+    #
+    Option(
+        name="--learning-rate",
+        group=_TRAINING,
+        type=positive(float),
+        metavar="X",
+        shown=f"0.1 x batch/32 for sizes {CIFAR_SIZES[0]} to {CIFAR_SIZES[-1]}, else 0.02 x batch/32; batch as in --batch-size",
+        help="learning rate at the schedule's height",
+    ),
+    Option(
+        name="--base-learning-rate",
+        group=_TRAINING,
+        type=int,
+        excludes="--learning-rate",
+        help="exponent N: the learning rate is 2^N x the value of --batch-size",
+    ),
+    Option(
+        name="--learning-rate-decay",
+        group=_TRAINING,
+        type=cli.numbers,
+        metavar="X,...",
+        shown="1,0.1,0.01",
+        help="multipliers of a stepped schedule; this or the next option selects it instead of 20 % warm-up and a fall to 2 %",
+    ),
+    Option(
+        name="--learning-rate-schedule",
+        group=_TRAINING,
+        type=cli.numbers,
+        metavar="X,...",
+        shown="0.5,0.75",
+        help="shares of the run after which the next multiplier holds",
+    ),
+    Option(
+        name="--epochs",
+        group=_TRAINING,
+        key="trainer.max_epochs",
+        type=positive(),
+        shown=f"{EPOCHS}; {EPOCHS_ON_SAMPLE} on SAMPLE",
+        help="passes over the training set",
+    ),
+    Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),
+    Option(
+        name="--weight-decay",
+        group=_TRAINING,
+        key="model.weight_decay",
+        type=positive(float, zero=True),
+        metavar="X",
+        default=1e-4,
+        help="on convolutions and the head, not on norms and biases; original: 0",
+    ),
+    Option(
+        name="--momentum",
+        group=_TRAINING,
+        key="model.momentum",
+        type=positive(float, zero=True),
+        metavar="X",
+        default=0.9,
+        help="Nesterov's; original: none",
+    ),
+    Option(
+        name="--label-smoothing",
+        group=_TRAINING,
+        key="model.label_smoothing",
+        type=positive(float, zero=True),
+        metavar="X",
+        default=0.0,
+        help="share",
+    ),
+    Option(
+        name="--limit-train-batches",
+        group=_TRAINING,
+        key="trainer.limit_train_batches",
+        type=cli.fraction_or_count,
+        help="micro-batches per epoch, or with a decimal point a share of the training set",
+    ),
+    Option(
+        name="--limit-val-batches",
+        group=_TRAINING,
+        key="trainer.limit_val_batches",
+        type=cli.fraction_or_count,
+        help="the same for validation",
+    ),
+    Option(name="--no-validation", group=_TRAINING, type=bool, help="train only"),
+    Option(
+        name="--valid-per-epoch",
+        group=_TRAINING,
+        type=positive(float),
+        metavar="X",
+        shown="1",
+        excludes="--no-validation",
+        help="validations per epoch; 0.5 validates after every second one",
+    ),
+    Option(name="--test", group=_TRAINING, type=bool, help="score the test set as well, at the end"),
+    #
+    Option(name="--device", group=_RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
+    Option(
+        name="--threads",
+        group=_RUN,
+        key="machine.threads",
+        type=positive(),
+        shown="OMP_NUM_THREADS, else the cores it may use",
+        help="threads of one operation",
+    ),
+    Option(
+        name="--no-allocator-setting",
+        group=_RUN,
+        type=bool,
+        help="leave glibc's allocator alone; else it keeps freed memory, which is faster",
+    ),
+    Option(
+        name="--steps-per-log",
+        group=_RUN,
+        key="trainer.log_every_n_steps",
+        type=positive(),
+        default=10,
+        help="rows of metrics.csv; original: 1",
+    ),
+    Option(name="--output-dir", group=_RUN, metavar="DIR", shown="results", help="gets config.yaml, metrics.csv and checkpoints/"),
+    Option(name="--log-dir", group=_RUN, metavar="DIR", excludes="--output-dir", help="the original's word for --output-dir"),
+    Option(name="--log_dir_string", group=_RUN, metavar="NAME", help="put the output into this sub-directory of --output-dir"),
+    #
+    Option(
+        name="--prng",
+        group="",
+        refused="stochastic rounding concerns 16-bit weights (precision 16.16), which are not available yet; --no-prng is how things are",
+    ),
+    Option(
+        name="--fp-exceptions",
+        group="",
+        refused="an IPU's floating-point exceptions do not exist here; fit --trainer.detect_anomaly true stops at the first NaN in a gradient",
+    ),
+    Option(name="--half-partials", group="", refused="16-bit partial sums are an IPU's; sums are kept in 32 bits here"),
+    Option(name="--simulation", group="", refused="simulates an IPU's tiles; here the plan runs on the device that is there"),
+    Option(
+        name="--ckpt",
+        group="",
+        refused="checkpoints go to OUTPUT_DIR/checkpoints, last.ckpt being the latest; choose the place with --output-dir",
+    ),
+    Option(name="--syncless-collectives", group="", refused=_COMPILER),
+    Option(name="--max-bytes-per-tile", group="", refused=_COMPILER),
+    Option(name="--get-reports", group="", refused="the reports of an IPU's compiler do not exist here (the original ignored this option)"),
+)
+
+
+def settle(given: dict[str, Any]) -> list[str]:
+    """LightningCLI arguments for the options that were given; raises UsageError where they do not fit together."""
+    settings = cli.settings_of(given, OPTIONS)
+    batch = _settle_plan(given, settings)
+    _settle_learning_rate(given, settings, batch=batch)
+
+    if "no_zero_init" in given:
+        settings["model.zero_init_last_norm"] = False
+    if "no_channels_last" in given:
+        settings["model.channels_last"] = False
+    if "norm_groups" in given and given.get("norm_type", "batch") != "group":
+        raise UsageError(f"--norm-groups {given['norm_groups']} needs --norm-type group")
+    if "validate_on_test" in given:
+        settings["data.validation_on_test"] = True
+    if "no_augmentation" in given:
+        settings["data.augment"] = False
+    settings["seed_everything"] = settings["data.seed"] = given.get("seed", 0)
+
+    if "no_validation" in given:
+        settings["trainer.limit_val_batches"] = 0
+    if "valid_per_epoch" in given:
+        settings |= _validation_interval(given["valid_per_epoch"])
+    if "max_steps" in given and "epochs" not in given:
+        settings["trainer.max_epochs"] = -1  # --max-steps alone decides
+    if "no_allocator_setting" in given:
+        settings["machine.keep_freed_memory"] = False
+    directory = given.get("output_dir") or given.get("log_dir") or "results"
+    settings["trainer.default_root_dir"] = f"{directory}/{given['log_dir_string']}" if "log_dir_string" in given else directory
+    return cli.lightning_arguments(settings)
+
+
+def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> int:
+    """Micro-batch and stages; returns the batch over all replicas, which the learning rate goes by."""
+    replicas = given.get("replication_factor", 1)
+    micro_batch, batch = given.get("micro_batch_size"), given.get("batch_size", 32)
+    if micro_batch is None and batch % replicas:
+        below = batch - batch % replicas
+        near = " or ".join(str(value) for value in (below, below + replicas) if value)
+        raise UsageError(f"--batch-size {batch} must be a multiple of --replication-factor {replicas}: {near}, for example")
+    micro_batch = micro_batch or batch // replicas
+    settings["data.micro_batch_size"] = micro_batch
+    settings["data.eval_batch_size"] = max(micro_batch, 100)
+
+    splits, ipus = given.get("pipeline_splits"), given.get("num_ipus")
+    if ipus is not None and ipus % replicas:
+        raise UsageError(f"--num-ipus {ipus} must be a multiple of --replication-factor {replicas}: {_multiples(replicas)}, ...")
+    stages = len(splits) + 1 if splits else (ipus or replicas) // replicas
+    if splits and ipus is not None and ipus != stages * replicas:
+        raise UsageError(
+            f"--num-ipus {ipus}: the {len(splits)} names of --pipeline-splits make {stages} stages, which on {replicas} replicas are"
+            f" {stages * replicas} IPUs"
+        )
+    if "pipeline" in given and stages == 1:
+        which = f"--num-ipus {ipus}" if ipus else "no --num-ipus"
+        raise UsageError(
+            f"--pipeline needs at least two stages, and {which} with --replication-factor {replicas} makes one: give --num-ipus"
+            f" {_multiples(replicas, first=2)}, ... or --pipeline-splits"
+        )
+    if "pipeline_schedule" in given and "pipeline" not in given:
+        raise UsageError(f"--pipeline-schedule {given['pipeline_schedule']} needs --pipeline")
+    if stages > 1:
+        if not splits:
+            settings["trainer.strategy.num_stages"] = stages
+        settings["trainer.strategy.pipeline_schedule"] = given.get("pipeline_schedule", "1F1B") if "pipeline" in given else "Sequential"
+    if "recompute" in given:
+        settings["trainer.strategy.recompute"] = True
+    return micro_batch * replicas
+
+
+def _settle_learning_rate(given: dict[str, Any], settings: dict[str, Any], *, batch: int) -> None:
+    if "learning_rate" in given:
+        rate = given["learning_rate"]
+    elif "base_learning_rate" in given:
+        rate = 2.0 ** given["base_learning_rate"] * batch
+    else:
+        rate = (0.1 if settings["model.size"] in CIFAR_SIZES else 0.02) * batch / 32
+    settings["model.learning_rate"] = rate
+    if "learning_rate_decay" in given or "learning_rate_schedule" in given:
+        values, fractions = given.get("learning_rate_decay", [1.0, 0.1, 0.01]), given.get("learning_rate_schedule", [0.5, 0.75])
+        if len(values) != len(fractions) + 1:
+            raise UsageError(
+                f"--learning-rate-decay has {len(values)} values and --learning-rate-schedule {len(fractions)}: it must have one value more"
+            )
+        if fractions != sorted(fractions) or not all(0 <= fraction <= 1 for fraction in fractions):
+            raise UsageError(f"--learning-rate-schedule {','.join(map(str, fractions))} must rise from 0 to 1")
+        settings |= {"model.schedule": "stepped", "model.decay_values": values, "model.decay_fractions": fractions}
+
+
+def _validation_interval(per_epoch: float) -> dict[str, Any]:
+    if per_epoch >= 1:
+        return {"trainer.val_check_interval": 1 / per_epoch}
+    every = round(1 / per_epoch)
+    if abs(every * per_epoch - 1) > 1e-6:
+        raise UsageError(f"--valid-per-epoch {per_epoch:g} must be at least 1, or 1/n: 0.5, 0.25, 0.2, ...")
+    return {"trainer.check_val_every_n_epoch": every}
+
+
+def _multiples(number: int, *, first: int = 1) -> str:
+    return ", ".join(str(number * factor) for factor in range(first, first + 3))
+
+
+# -- what needs torch ---------------------------------------------------------------------------------------------------------
+
+
+def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
+    """Run LightningCLI with this package's classes; returns the exit status."""
+    machine.wait_passively()  # read when torch is loaded
+
+    from cifar_ipu.data import ImageDataModule
+    from lightning_ipu.run import Command, run_command
+    from resnet_ipu.module import ResNetModule
+
+    command = Command(
+        prog="resnet_ipu",
+        model_class=ResNetModule,
+        datamodule_class=ImageDataModule,
+        links=[("num_classes", "num_classes"), ("in_channels", "in_channels"), ("image_size", "image_size")],
+        facts=_facts,
+        epochs=lambda data: (
+            (EPOCHS_ON_SAMPLE, f"--epochs: {EPOCHS_ON_SAMPLE}, chosen for the embedded sample") if data.used_sample else (EPOCHS, None)
+        ),
+        note=lambda data: (
+            "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
+            if data.used_sample
+            else None
+        ),
+    )
+    return run_command(command, arguments, validate=short, test="test" in given)
+
+
+def _facts(line: CommandLine) -> list[tuple[str, str]]:
+    """Rows for the table: network, data, device, precision."""
+    data, size = line.datamodule, line.model.hparams.size
+    network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else f"ResNet-{size}"
+    counts = f"{data.num_train_samples:,} training, {data.num_validation_samples:,} validation images"
+    return [("network", network), ("data", f"{data.description}: {counts}"), *line.machine_facts()]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    parser = cli.build_parser(prog="resnet_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
+    return cli.main(sys.argv[1:] if arguments is None else arguments, parser=parser, options=OPTIONS, settle=settle, start=start)
+
+
+def _version() -> str:
+    from lightning_ipu import __version__
+
+    return __version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Learning-rate schedules: every value against torch's own schedulers or written-out lists, and their unit, the weight update."""
+
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+
+from lightning_ipu.schedule import SCHEDULES, build_schedule, check_schedule, constant, cosine, linear, stepped
+
+TOTALS = (1, 2, 3, 7, 20, 101)
+
+
+def optimizer(*rates: float) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+
+
+def rates_of(scheduler: torch.optim.lr_scheduler.LRScheduler, updates: int) -> list[float]:
+    """The first group's learning rate at each of the next weight updates."""
+    rates = []
+    for _ in range(updates):
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("warmup_fraction", [0.0, 0.1, 0.2, 0.5, 0.99])
+@pytest.mark.parametrize("final_fraction", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("kind", [linear, cosine])
+def test_warmup_and_decay_equal_torchs_schedulers_joined(kind, final_fraction, warmup_fraction, total):
+    warm = int(warmup_fraction * total)
+    expected = rates_of(LinearLR(optimizer(1.0), start_factor=1 / (warm + 1), total_iters=warm), warm) if warm else []
+    if kind is linear:
+        decay = LinearLR(optimizer(1.0), start_factor=1.0, end_factor=final_fraction, total_iters=total - warm)
+    else:
+        decay = CosineAnnealingLR(optimizer(1.0), T_max=total - warm, eta_min=final_fraction)
+    expected += rates_of(decay, total - warm + 1)
+
+    got = [kind(k, total, warmup_fraction=warmup_fraction, final_fraction=final_fraction) for k in range(total + 1)]
+
+    assert got == pytest.approx(expected, abs=1e-9)
+    assert kind(total + 5, total, warmup_fraction=warmup_fraction, final_fraction=final_fraction) == pytest.approx(final_fraction)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("fractions", [(0.5, 0.75), (0.3, 0.3), (0.0, 1.0)])
+def test_stepped_drops_after_the_update_at_each_fraction(fractions, total):
+    first, second = (int(fraction * total) + 1 for fraction in fractions)
+    expected = [1.0] * first + [0.3] * (second - first) + [0.2] * total
+
+    assert [stepped(k, total, decay_values=(1.0, 0.3, 0.2), decay_fractions=fractions) for k in range(total)] == expected[:total]
+
+
+def test_the_defaults_of_stepped_are_the_original_programs():
+    assert [stepped(k, 8) for k in range(8)] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01]
+
+
+def test_constant_never_moves_and_needs_no_end():
+    assert rates_of(build_schedule(optimizer(0.3), "const", total=math.inf), 5) == [0.3] * 5
+    assert constant(7, 3) == 1.0
+
+
+def test_a_cosine_over_four_updates_has_the_values_known_by_hand():
+    scheduler = build_schedule(optimizer(1.0), "cosine", total=4, warmup_fraction=0.0, final_fraction=0.0)
+
+    assert rates_of(scheduler, 5) == pytest.approx([1.0, 0.853553, 0.5, 0.146447, 0.0], abs=1e-6)
+
+
+def test_warmup_ends_at_its_update_and_the_rate_is_zero_after_the_last():
+    rates = rates_of(build_schedule(optimizer(1.0), "cosine", total=20, warmup_fraction=0.2, final_fraction=0.0), 21)
+
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[4] == max(rates) and min(rates[:20]) > 0 and rates[20] == 0
+
+
+def test_every_group_keeps_its_own_base_rate_and_a_restored_schedule_goes_on():
+    scheduler = build_schedule(optimizer(1.0, 0.5), "linear", total=10)
+    before = rates_of(scheduler, 4)
+    saved = scheduler.state_dict(), scheduler.optimizer.state_dict()
+
+    restored = build_schedule(optimizer(1.0, 0.5), "linear", total=10)
+    restored.load_state_dict(saved[0])
+    restored.optimizer.load_state_dict(saved[1])
+    after = rates_of(restored, 6)
+
+    assert before + after == [linear(k, 10) for k in range(10)]
+    assert restored.get_last_lr() == pytest.approx([0.02, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("exponential", {}, "schedule='exponential'.*const, stepped, linear, cosine"),
+        ("const", {"warmup_fraction": 0.1}, "warmup_fraction=0.1.*'const'.*no options"),
+        ("cosine", {"decay_values": [1, 0.1]}, "decay_values.*'cosine'.*warmup_fraction, final_fraction"),
+        ("linear", {"warmup_fraction": 1.0}, "warmup_fraction=1.0 must be"),
+        ("linear", {"warmup_fraction": math.nan}, "warmup_fraction=nan must be"),
+        ("cosine", {"final_fraction": -0.1}, "final_fraction=-0.1 must"),
+        ("stepped", {"decay_values": [1, 0.1]}, r"decay_values=\[1, 0.1\] must have one value more"),
+        ("stepped", {"decay_values": [1, -0.1, 0]}, "decay_values.*negative"),
+        ("stepped", {"decay_fractions": [0.75, 0.5]}, r"decay_fractions=\[0.75, 0.5\] must rise"),
+        ("stepped", {"decay_fractions": [0.5, 1.5]}, "decay_fractions.*from 0 to 1"),
+    ],
+)
+def test_wrong_options_are_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_schedule(kind, **options)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if kind != "const"])
+@pytest.mark.parametrize("total", [math.inf, 0])
+def test_a_run_of_unknown_or_no_length_is_refused(kind, total):
+    with pytest.raises(ValueError, match=f"'{kind}' needs the length of the run.*max_epochs or max_steps"):
+        build_schedule(optimizer(1.0), kind, total=total)
