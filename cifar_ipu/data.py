@@ -805,8 +805,8 @@ class ImageDataModule(pl.LightningDataModule):
     def description(self) -> str:
         """The data in a few words, for people."""
         if self.synthesis is not None:
-            made_on = "host" if self.synthetic == "host" else "device"
-            return f"synthetic {self.synthesis.kind}s made on the {made_on}, in the shape of {self.dataset_name}".replace("noises", "noise")
+            kind = {"pattern": "class patterns", "noise": "noise"}[self.synthesis.kind]
+            return f"synthetic {kind} from the {self.synthetic}, in the shape of {self.dataset_name}"
         return "SAMPLE (2,000 + 500 Fashion-MNIST images)" if self.used_sample else self.dataset_name
 
     def prepare_data(self) -> None:
@@ -816,7 +816,7 @@ class ImageDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Read the images (once) and choose those that are held out."""
-        self._parts  # noqa: B018 - a cached property: the first access reads
+        _ = self._parts  # read on first access, whichever hook comes first
 
     @cached_property
     def _parts(self) -> dict[str, Dataset]:

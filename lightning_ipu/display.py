@@ -35,16 +35,19 @@ REFRESHES_PER_SECOND = 2.0
 def plan_rows(trainer: pl.Trainer) -> list[tuple[str, str]]:
     """The plan that a strategy carries out, in words: what enters a weight update and what an epoch is."""
     plan, progress = trainer.strategy.plan, trainer.strategy.progress
-    iterations = getattr(trainer.strategy, "device_iterations_in_use", plan.device_iterations)
-    left_out = f", {progress.samples_left_out:,} samples left out" if progress.samples_left_out else ", no sample left out"
+    ipus = f"{plan.num_ipus:,} virtual IPU{'s' if plan.num_ipus > 1 else ''}"
+    if progress.updates_per_epoch is None:
+        epoch = "as long as the stream"
+    else:
+        epoch = f"{progress.updates_per_epoch:,} weight updates, {progress.samples_left_out:,} samples left out"
     return [
-        ("micro-batch", f"{plan.micro_batch_size:,} samples"),
-        ("gradient accumulation A", f"{plan.gradient_accumulation_factor:,} micro-batches per replica"),
+        ("micro-batch", f"{plan.micro_batch_size:,}"),
+        ("gradient accumulation A", f"{plan.gradient_accumulation_factor:,}"),
         ("replicas R", f"{plan.replication_factor:,}"),
-        ("stages S", f"{plan.num_stages:,} ({plan.num_ipus:,} virtual IPU{'s' if plan.num_ipus > 1 else ''})"),
-        ("device iterations D", f"{iterations:,} weight updates per host step"),
+        ("stages S", f"{plan.num_stages:,} ({ipus})"),
         ("global batch", f"{plan.samples_per_update:,} samples per weight update"),
-        ("epoch", f"{progress.updates_per_epoch:,} weight updates{left_out}"),
+        ("device iterations D", f"{plan.device_iterations:,} weight updates per host step, at most"),
+        ("epoch", epoch),
     ]
 
 
@@ -135,7 +138,7 @@ class RunDisplay(ProgressBar):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.started = True
+        self.started, self._epoch_start = True, time.monotonic()
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         rows = [*self.facts[:1], ("parameters", f"{parameters:,}"), *self.facts[1:], *plan_rows(trainer)]
         if self.enabled:
@@ -146,9 +149,15 @@ class RunDisplay(ProgressBar):
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch_start = time.monotonic()
+        self._clock.resume()
+
+    @override
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self._clock.resume()  # after a validation within the epoch
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._clock.pause()
         metrics = trainer.callback_metrics
         parts = [f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}"]
         train = metrics.get(f"{self.names['train']}_epoch", metrics.get(self.names["train"]))
@@ -229,9 +238,7 @@ class RunDisplay(ProgressBar):
     def _end_stage(self, trainer: pl.Trainer) -> None:
         self._last_stage_seconds = time.monotonic() - self._stage_start
         self._stage = ""
-        if trainer.state.fn == "fit":
-            self._clock.resume()
-        else:
+        if trainer.state.fn != "fit":
             self._end_drawing()
 
     # -- drawing
@@ -257,13 +264,14 @@ class RunDisplay(ProgressBar):
     def _draw(self) -> Table:
         """The progress line: a bar and the words beside it."""
         done, total = self._position()
+        total = total or 0
         table = Table.grid(padding=(0, 1))
         table.add_row(
-            Bar(total=total or None, completed=done, width=30, pulse=not total), Text(self._words(), overflow="ellipsis", no_wrap=True)
+            Bar(total=total or None, completed=done, width=20, pulse=not total), Text(self._words(), overflow="ellipsis", no_wrap=True)
         )
         return table
 
-    def _position(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int | None]:
         if self._stage:
             return self._stage_done, self._stage_total
         progress = self.trainer.strategy.progress
@@ -275,7 +283,7 @@ class RunDisplay(ProgressBar):
         done, total = self._position()
         if self._stage:
             return f"{self._stage} · batch {done:,}{_of(self._stage_total)}"
-        parts = [f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}", f"update {done:,}/{total:,}"]
+        parts = [f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}", f"update {done:,}{_of(total)}"]
         latest = trainer.strategy.progress.latest
         loss = latest.get(self.names["train"], latest.get(f"{self.names['train']}_step"))
         if loss is not None:
@@ -291,16 +299,15 @@ class RunDisplay(ProgressBar):
     def _seconds_left(self, rate: float) -> float | None:
         """Seconds until training ends, validations included at the length of the last one; None where no end is set."""
         trainer, progress = self.trainer, self.trainer.strategy.progress
-        updates_so_far = trainer.current_epoch * progress.updates_per_epoch + progress.updates_done
-        ends = []
-        if trainer.max_epochs is not None and trainer.max_epochs > 0:
-            ends.append(trainer.max_epochs * progress.updates_per_epoch)
-        if trainer.max_steps is not None and trainer.max_steps > 0:
-            ends.append(trainer.max_steps)
+        epoch = progress.updates_per_epoch
+        if not epoch:
+            return None
+        ends = [trainer.max_epochs * epoch] if trainer.max_epochs is not None and trainer.max_epochs > 0 else []
+        ends += [trainer.max_steps] if trainer.max_steps > 0 else []
         if not ends:
             return None
-        updates = max(0, min(ends) - updates_so_far)
-        validations = math.ceil(updates / max(1, progress.updates_per_epoch))
+        updates = max(0, min(ends) - trainer.current_epoch * epoch - progress.updates_done)
+        validations = math.ceil(updates / epoch)
         return updates * trainer.strategy.plan.samples_per_update / rate + validations * self._last_stage_seconds
 
 
@@ -364,4 +371,4 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d} min"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

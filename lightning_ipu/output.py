@@ -157,7 +157,7 @@ class MetricsFile(Logger):
             return
         self._columns, rows = self._read()
         kept = [row for row in rows if int(row["step"]) < first_step]
-        if len(kept) < len(rows):
+        if len(kept) < len(rows) or not self.path.read_bytes().endswith(b"\n"):
             self.path.rename(free_name(self.path))
             self._rewrite(kept)
         else:
@@ -185,7 +185,7 @@ class MetricsFile(Logger):
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
         with self.path.open(newline="") as file:
             reader = csv.DictReader(file)
-            rows = [row for row in reader if row.get("step", "").isdigit()]  # a run that was killed may leave half a line
+            rows = [row for row in reader if None not in row.values()]  # a run that was killed may leave half a line
             return list(reader.fieldnames or ["step", "epoch"]), rows
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dis
 import logging
+import re
 import signal
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_ipu import machine
+from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
@@ -33,6 +36,7 @@ from lightning_ipu.precision import lightning_precision, precision_name, resolve
 __all__ = ["Command", "run_command"]
 
 VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
+SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,7 @@ class CommandLine(LightningCLI):
             command.model_class,
             command.datamodule_class,
             save_config_callback=SaveConfig,
-            save_config_kwargs={"save_to_log_dir": False},
+            save_config_kwargs={"line": self},
             trainer_defaults={
                 "strategy": {"class_path": "lightning_ipu.strategy.IPUStrategy"},
                 "default_root_dir": "results",
@@ -126,6 +130,25 @@ class CommandLine(LightningCLI):
             }
         )
 
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, with the settings that a given checkpoint was trained with as defaults: what is typed or configured goes before."""
+        super().parse_arguments(parser, args)
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if path and Path(path).is_file():
+            self._subcommand_parsers[self.config.subcommand].set_defaults(
+                self._settings_in(torch.load(path, map_location="cpu", mmap=True))
+            )
+            super().parse_arguments(parser, args)
+
+    def _settings_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        linked = {argument for _, argument in self.command.links} | {"_instantiator"}
+        settings = {f"model.{name}": value for name, value in checkpoint.get("hyper_parameters", {}).items() if name not in linked}
+        return settings | checkpoint.get(SETTINGS, {})
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let a checkpoint's settings override those of the command line, in silence."""
+
     # -- settling what was left open, before anything is built
 
     @override
@@ -153,12 +176,13 @@ class CommandLine(LightningCLI):
         config, settings = self.config[self.subcommand], self.config_init[self.subcommand].trainer
         if hasattr(self.datamodule, "dataset_name"):
             config.data.dataset = self.datamodule.dataset_name  # a replay must not look for another one
+        facts = self.command.facts(self)
         unbounded = settings.max_epochs is None and settings.max_steps == -1 and settings.max_time is None
         if self.subcommand == "fit" and unbounded:
             config.trainer.max_epochs, reason = self.command.epochs(self.datamodule)
             kwargs["max_epochs"] = config.trainer.max_epochs
             if reason:
-                print(reason)
+                facts.append(("epochs", f"{config.trainer.max_epochs:,}, {reason}"))
         kwargs |= {"accelerator": self.accelerator, "precision": self.precision}
         if settings.devices == "auto":
             kwargs["devices"] = 1  # one process serves the whole plan, on the first device of several
@@ -166,26 +190,33 @@ class CommandLine(LightningCLI):
         directory = Path(settings.default_root_dir)
         callbacks: list[Callback] = list(settings.callbacks or [])
         if settings.enable_progress_bar is not False and not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
-            self.display = RunDisplay(title=self.command.prog, facts=self.command.facts(self), val_loss=VAL_LOSS, val_accuracy=VAL_ACCURACY)
+            self.display = RunDisplay(title=self.command.prog, facts=facts, val_loss=VAL_LOSS, val_accuracy=VAL_ACCURACY)
             self.signals.display = self.display
             callbacks.append(self.display)
         if self.subcommand == "fit" and not settings.fast_dev_run:
-            self._claim(directory, config)
+            self.output = OutputDirectory(directory)
             if settings.logger in (None, True):
                 kwargs["logger"] = MetricsFile(directory)
-            callbacks.append(LastCheckpoint(directory / CHECKPOINTS / "last.ckpt", signals=self.signals))
+            kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
+            callbacks.append(LastCheckpoint(directory / CHECKPOINTS / "last.ckpt", signals=self.signals, settings=kept))
         elif settings.logger in (None, True):
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
-    def _claim(self, directory: Path, config: Any) -> None:
-        """Take the output directory; an earlier run in it is moved aside, unless it is the one that is continued."""
-        self.output = OutputDirectory(directory)
-        resumed = config.ckpt_path
-        if resumed and (resumed in ("last", "hpc", "registry") or self.output.holds(resumed)):
-            return
-        if aside := self.output.set_aside_earlier_run():
-            print(f"An earlier run was in {directory}: it is in {aside} now.")
+    def begin_output(self, config_yaml: str) -> None:
+        """Make room in the output directory, now that a run really begins, and write its configuration.
+
+        An earlier run in it is moved aside, unless it is the one that is continued: then only a different configuration is.
+        """
+        assert self.output is not None
+        resumed = self.config[self.subcommand].ckpt_path
+        if not (resumed and (resumed in ("last", "hpc") or self.output.holds(resumed))):
+            if aside := self.output.set_aside_earlier_run():
+                self.signals.say(f"An earlier run was in {self.output.path}: it is in {aside} now.")
+        path = self.output.path / CONFIG
+        if path.exists() and path.read_text() != config_yaml:
+            path.rename(free_name(path))
+        write_atomically(path, config_yaml)
 
     def machine_facts(self) -> list[tuple[str, str]]:
         """Rows for the table: the device and the precision."""
@@ -215,26 +246,39 @@ class CommandLine(LightningCLI):
         if note := self.command.note(self.datamodule):
             self._close([note])
 
-    def before_validate(self) -> None:
-        self._warn_of_random_weights()
+    def validate(self, **arguments: Any) -> None:
+        """Lightning's ``validate`` with this command's closing lines in place of its table."""
+        self._warn_of_random_weights(arguments)
+        scores = self.trainer.validate(**{**arguments, "verbose": False})[0]
+        self._close_evaluation(closing_lines(accuracy=scores.get(VAL_ACCURACY), loss=scores.get(VAL_LOSS)))
 
-    before_test = before_predict = before_validate
+    def test(self, **arguments: Any) -> None:
+        """Lightning's ``test`` with this command's closing lines in place of its table."""
+        self._warn_of_random_weights(arguments)
+        scores = self.trainer.test(**{**arguments, "verbose": False})[0]
+        self._close_evaluation(closing_lines(accuracy=scores.get("test_accuracy"), loss=scores.get("test_loss")))
 
-    def _warn_of_random_weights(self) -> None:
-        if not self.config_init[self.subcommand].ckpt_path:
-            warnings.warn(f"{self.subcommand} without --ckpt_path: the weights are RANDOM, and so is the score", stacklevel=2)
+    def predict(self, **arguments: Any) -> None:
+        """Lightning's ``predict``; what it returns is saved in ``predictions.pt``, in the order of the data, an earlier file aside."""
+        self._warn_of_random_weights(arguments)
+        batches = self.trainer.predict(**{**arguments, "return_predictions": True})
+        tensors = bool(batches) and all(isinstance(batch, torch.Tensor) for batch in batches)
+        predictions = torch.cat(batches) if tensors else batches
+        path = Path(self.trainer.default_root_dir) / "predictions.pt"
+        if path.exists():
+            path.rename(free_name(path))
+        with atomic_write(path) as file:
+            torch.save(predictions, file)
+        shape = " x ".join(map(str, predictions.shape)) if tensors else f"{len(batches)} batches"
+        self._close_evaluation([f"predictions: {path} ({shape})"])
 
-    def after_validate(self) -> None:
-        self._close_evaluation("val")
+    def _warn_of_random_weights(self, arguments: dict[str, Any]) -> None:
+        if not arguments.get("ckpt_path"):
+            warnings.warn(f"{self.subcommand} without --ckpt_path: the weights are RANDOM, not trained", stacklevel=2)
 
-    def after_test(self) -> None:
-        self._close_evaluation("test")
-
-    def _close_evaluation(self, split: str) -> None:
-        scores = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        self._close(closing_lines(accuracy=scores.get(f"{split}_accuracy"), loss=scores.get(f"{split}_loss")))
-        if note := self.command.note(self.datamodule):
-            self._close([note])
+    def _close_evaluation(self, lines: list[str]) -> None:
+        note = self.command.note(self.datamodule)
+        self._close([*lines, note] if note else lines)
 
     def _close(self, lines: list[str]) -> None:
         if self.trainer.is_global_zero:
@@ -242,18 +286,20 @@ class CommandLine(LightningCLI):
 
 
 class SaveConfig(SaveConfigCallback):
-    """Writes ``config.yaml``, as a whole or not at all, once a fit has been set up; the file of a run that is continued is kept."""
+    """Writes ``config.yaml`` when training begins: a run that was refused before that must not touch what is there."""
+
+    def __init__(self, *args: Any, line: CommandLine, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.line = line
 
     @override
-    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        path = Path(trainer.default_root_dir) / CONFIG
-        text = self.parser.dump(self.config, skip_none=False)
-        if path.exists() and path.read_text() != text:
-            path.rename(free_name(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text)
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Nothing yet."""
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.line.output is not None and trainer.is_global_zero:
+            self.line.begin_output(self.parser.dump(self.config, skip_none=False))
 
 
 def set_up_machine(threads: int | None = None, keep_freed_memory: bool = True) -> int:
@@ -305,11 +351,12 @@ class SignalHandler:
 class LastCheckpoint(Callback):
     """Keeps ``last.ckpt``, the latest weights: at each epoch's end, where the training ends, and when a signal ends it.
 
-    Lightning's own ``save_last`` renews its file only when another checkpoint was saved, which the best one often is not.
+    Lightning's own ``save_last`` renews its file only when another checkpoint was saved, which the best one often is not. Every checkpoint
+    gets the ``settings`` that an evaluation needs beside the module's own.
     """
 
-    def __init__(self, path: Path, *, signals: SignalHandler) -> None:
-        self.path, self.signals = path, signals
+    def __init__(self, path: Path, *, signals: SignalHandler, settings: dict[str, Any]) -> None:
+        self.path, self.signals, self.settings = path, signals, settings
         self._saved_at: int | None = None
 
     @override
@@ -334,6 +381,10 @@ class LastCheckpoint(Callback):
             self._save(trainer)
         self.signals.trainer = None
 
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[SETTINGS] = self.settings
+
     def _save(self, trainer: pl.Trainer) -> None:
         trainer.save_checkpoint(self.path)
         self._saved_at = trainer.global_step
@@ -350,6 +401,8 @@ class LastCheckpoint(Callback):
 
 # -- messages -----------------------------------------------------------------------------------------------------------------
 
+_MISFIT = "Error(s) in loading state_dict"  # how torch begins when a checkpoint is another network's
+
 _CHATTER = (
     "does not have many workers",  # data sets here are whole in memory: workers would slow them down
     "is smaller than the logging interval",  # every epoch logs its average
@@ -357,6 +410,7 @@ _CHATTER = (
     "args parameter is intended to run from within Python",
     "Consider setting `persistent_workers=True`",
     "samples are left out of every epoch",  # the table says so
+    "isinstance(treespec, LeafSpec)",  # a note from torch to Lightning
 )
 
 
@@ -371,7 +425,7 @@ def _keep_quiet(prog: str) -> None:
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(wanted)
     for words in _CHATTER:
-        warnings.filterwarnings("ignore", message=f".*{words}")
+        warnings.filterwarnings("ignore", message=f".*{re.escape(words)}")
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
@@ -386,7 +440,7 @@ def _is_meant_for_people(error: Exception) -> bool:
 
     A ValueError that a slip of ours caused deep in torch, or by a faulty expression here, is not: that needs its traceback.
     """
-    if isinstance(error, (MisconfigurationException, ArgumentError)):
+    if isinstance(error, (MisconfigurationException, ArgumentError)) or str(error).startswith(_MISFIT):
         return True
     if isinstance(error, OSError):
         return error.filename is not None or _raised_here(error)
@@ -406,4 +460,6 @@ def _raised_here(error: Exception) -> bool:
 
 
 def _one_line(error: Exception) -> str:
+    if str(error).startswith(_MISFIT):
+        return f"the checkpoint does not fit the network: {textwrap.shorten(str(error).splitlines()[1], 160)}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -38,7 +38,7 @@ class NamedRandomness:
     """
 
     def __init__(self, module: nn.Module, *, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
+        self._seed, self._device = mix(seed, _STEP), device
         self._base = 0
         self.calls: dict[int, int] = {}
         self._hooks = [
@@ -49,7 +49,7 @@ class NamedRandomness:
 
     def begin(self, update: int, replica: int, micro_batch: int) -> None:
         """Seed the global streams for one micro-batch of one replica in one weight update."""
-        self._base = mix(self._seed, _STEP, update, replica, micro_batch)
+        self._base = mix(self._seed, update, replica << 32 | micro_batch)
         self.calls.clear()
         seed_all(self._base, self._device)
 

@@ -42,6 +42,7 @@ from lightning_ipu.user_step import LogRecorder
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
 
 _UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _TRANSFER, _EVALUATION = name_word("transfer"), name_word("evaluation step")
 
 
@@ -303,6 +304,12 @@ class IPUStrategy(DDPStrategy):
         interval = validation_interval(trainer, self.progress.updates_per_epoch)
         if interval is not None:
             trainer.val_check_batch = interval * self.plan.micro_batches_per_update  # Lightning compares it with micro-batches
+        selector = trainer._data_connector._datahook_selector
+        self._transfers = (
+            self.root_device.type != "cpu"
+            or type(self.precision_plugin) is DoublePrecision
+            or any(is_overridden(hook, selector.get_instance(hook)) for hook in _TRANSFER_HOOKS)
+        )
         self._recorder.begin_epoch()
         self.progress.updates_done = first // self.plan.micro_batches_per_update
         self._logged_in_epoch = False
@@ -336,20 +343,15 @@ class IPUStrategy(DDPStrategy):
 
     def _ready(self, batch: Any, number: int) -> Any:
         """A micro-batch of a host step through the transfer hooks, under seeds of its own."""
+        if not self._transfers:
+            return batch
         module = self.lightning_module
         trainer = module.trainer
-        selector = trainer._data_connector._datahook_selector
         batch = self.precision_plugin.convert_input(batch)
-        if self.root_device.type == "cpu" and not any(
-            is_overridden(hook, selector.get_instance(hook))
-            for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        ):
-            return batch
         update, rest = divmod(number, self.plan.micro_batches_per_update)
-        seed_all(
-            mix(self.seed, _TRANSFER, trainer.global_step + update, *divmod(rest, self.plan.gradient_accumulation_factor)), self.root_device
-        )
-        batch = selector.get_hook("on_before_batch_transfer")(batch, 0)
+        place = trainer.global_step + update, *divmod(rest, self.plan.gradient_accumulation_factor)
+        seed_all(mix(self.seed, _TRANSFER, *place), self.root_device)
+        batch = trainer._data_connector._datahook_selector.get_hook("on_before_batch_transfer")(batch, 0)
         return module._apply_batch_transfer_handler(batch, device=self.root_device, dataloader_idx=0)
 
     @override

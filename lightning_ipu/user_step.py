@@ -45,10 +45,11 @@ class _Average:
         self.total += value
         self.low, self.high = min(self.low, value), max(self.high, value)
 
-    def reduced(self, reduce_fx: Any) -> float:
+    def reduced(self, kind: str) -> float:
         """The value under Lightning's `reduce_fx`: mean (over samples), or sum, min or max (over calls); it refuses any other itself."""
-        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
-        return {"sum": self.total, "min": self.low, "max": self.high}.get(kind, self.weighted / self.weight)
+        if kind == "mean":
+            return self.weighted / self.weight
+        return {"sum": self.total, "min": self.low, "max": self.high}[kind]
 
 
 class LogRecorder:
@@ -69,11 +70,13 @@ class LogRecorder:
         self._records: list[tuple[str | None, str, Any, dict[str, Any], float | None, int]] = []
         self._sums: dict[tuple[str, str], _Average] = {}
         self._options: dict[tuple[str, str], dict[str, Any]] = {}
+        self._results: dict[tuple[str, str], Any] = {}
 
     def begin_epoch(self) -> None:
         """Forget the averages of the last epoch."""
         self._sums.clear()
         self._options.clear()
+        self._results.clear()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -150,20 +153,25 @@ class LogRecorder:
             per_update.setdefault(update, _Average()).add(value, weight)
 
         reduce_fx = options.get("reduce_fx", "mean")
-        steps = {update: average.reduced(reduce_fx) for update, average in per_update.items()}
+        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+        kind = kind if kind in ("sum", "min", "max") else "mean"
+        steps = {update: average.reduced(kind) for update, average in per_update.items()}
         last = torch.tensor(steps[records[-1][2]], dtype=torch.float64)
-        LightningModule.log(self.module, name, last, batch_size=1, **options)
-
-        results = self.module.trainer._results
-        suffix = f".{results.dataloader_idx}" if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None else ""
-        result = results[f"{hook}.{name}{suffix}"]
+        result = self._results.get((hook, name))
+        if result is None:
+            LightningModule.log(self.module, name, last, batch_size=1, **options)
+            results = self.module.trainer._results
+            suffix = f".{results.dataloader_idx}" if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None else ""
+            result = self._results[hook, name] = results[f"{hook}.{name}{suffix}"]
+        else:  # known to Lightning in this epoch, its options checked: only the value is new
+            result.update(last, 1)
         if result.meta.on_epoch:
             # Lightning would weigh the host step as one batch, in float32: put the sums over the epoch's micro-batches in its place.
             if result.meta.is_mean_reduction:
                 result.value = torch.tensor(total.weighted, dtype=torch.float64)
                 result.cumulated_batch_size = torch.tensor(total.weight, dtype=torch.float64)
             else:
-                result.value = torch.tensor(total.reduced(reduce_fx), dtype=torch.float64)
+                result.value = torch.tensor(total.reduced(kind), dtype=torch.float64)
         if result.meta.on_step and result.meta.logger:
             for update, step in steps.items():
                 rows[update][result.meta.forked_name(on_step=True)] = step
@@ -171,9 +179,18 @@ class LogRecorder:
 
 def _floats(name: str, values: list[Any]) -> list[float]:
     """Numbers and one-element tensors as floats, with one synchronisation for all that lie on an accelerator."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise ValueError(f"self.log({name!r}, ...) was given a tensor of {value.numel()} elements; it must be a single number")
-    on_device = [value for value in values if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
-    fetched = iter(torch.stack([value.reshape(()).double() for value in on_device]).tolist() if on_device else ())
-    return [next(fetched) if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(value) for value in values]
+    numbers = []
+    on_device = []
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"self.log({name!r}, ...) was given a tensor of {value.numel()} elements; it must be a single number")
+            if value.is_cpu:
+                value = value.item()
+            else:
+                on_device.append((place, value.reshape(()).double()))
+        numbers.append(value)
+    if on_device:
+        for (place, _), number in zip(on_device, torch.stack([value for _, value in on_device]).tolist(), strict=True):
+            numbers[place] = number
+    return [float(number) for number in numbers]

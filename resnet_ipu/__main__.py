@@ -463,9 +463,7 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         datamodule_class=ImageDataModule,
         links=[("num_classes", "num_classes"), ("in_channels", "in_channels"), ("image_size", "image_size")],
         facts=_facts,
-        epochs=lambda data: (
-            (EPOCHS_ON_SAMPLE, f"--epochs: {EPOCHS_ON_SAMPLE}, chosen for the embedded sample") if data.used_sample else (EPOCHS, None)
-        ),
+        epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (EPOCHS, None),
         note=lambda data: (
             "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
             if data.used_sample
@@ -479,8 +477,8 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
     """Rows for the table: network, data, device, precision."""
     data, size = line.datamodule, line.model.hparams.size
     network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else f"ResNet-{size}"
-    counts = f"{data.num_train_samples:,} training, {data.num_validation_samples:,} validation images"
-    return [("network", network), ("data", f"{data.description}: {counts}"), *line.machine_facts()]
+    images = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on"
+    return [("network", network), ("data", data.description), ("images", images), *line.machine_facts()]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,199 @@
+"""What a run shows and leaves behind: table, progress line, closing lines, metrics.csv, the output directory."""
+
+import csv
+import io
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from rich.console import Console
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ipu import display
+from lightning_ipu.display import RunDisplay, closing_lines
+from lightning_ipu.output import MetricsFile, OutputDirectory, OutputDirectoryError
+from lightning_ipu.strategy import IPUStrategy
+
+
+class Slow(pl.LightningModule):
+    """One weight, and a step that takes a while."""
+
+    def __init__(self, *, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.seconds = torch.nn.Parameter(torch.zeros(())), seconds
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.seconds)
+        loss = (self.weight * batch[0].mean() - 1) ** 2
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", batch[0].mean())
+        self.log("val_accuracy", 0.25)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _run(directory, *, samples: int, console: Console, seconds: float = 0.0, epochs: int = 1, **plan: int) -> RunDisplay:
+    shown = RunDisplay(title="test", facts=[("network", "one weight"), ("device", "CPU")], console=console)
+    trainer = pl.Trainer(
+        strategy=IPUStrategy(**plan),
+        accelerator="cpu",
+        max_epochs=epochs,
+        callbacks=[shown],
+        logger=MetricsFile(directory),
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=directory,
+    )
+    data = DataLoader(TensorDataset(torch.ones(samples)), batch_size=2)
+    trainer.fit(Slow(seconds=seconds), data, DataLoader(TensorDataset(torch.ones(3)), batch_size=2))
+    return shown
+
+
+def test_plain_output_shows_the_plan_and_an_epoch_in_lines_without_control_codes(tmp_path):
+    text = io.StringIO()
+    shown = _run(tmp_path, samples=21, console=Console(file=text, width=100), epochs=2, replication_factor=2, gradient_accumulation_factor=2)
+    output = text.getvalue()
+    assert "\x1b" not in output and "\r" not in output
+    for name, value in (
+        ("network", "one weight"),
+        ("parameters", "1"),
+        ("micro-batch", "2"),
+        ("gradient accumulation A", "2"),
+        ("replicas R", "2"),
+        ("stages S", r"1 \(2 virtual IPUs\)"),
+        ("global batch", "8 samples per weight update"),
+        ("epoch", "2 weight updates, 5 samples left out"),
+    ):
+        assert re.search(rf"{name} +{value}", output), name
+    assert re.search(r"^epoch 1/2 · train loss \d\.\d+ · val loss 1\.0000 · val accuracy 25\.00 % · \d+\.\d s$", output, re.M)
+    assert output.count("train loss") == 2
+    assert shown.throughput > 0 and shown.validated_at == 4
+
+
+def test_plain_lines_come_now_and_then_within_one_host_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "SECONDS_BETWEEN_LINES", 0.05)
+    text = io.StringIO()
+    _run(tmp_path, samples=40, console=Console(file=text, width=120), seconds=0.02, device_iterations=20)
+    seen = [int(number) for number in re.findall(r"^epoch 1/1 · update (\d+)/20 · loss", text.getvalue(), re.M)]
+    assert len(seen) >= 3 and seen == sorted(seen) and 0 < seen[0] < seen[-1] < 20
+    assert re.search(r"lr 0\.1 · \d+\.\d samples/s · \d+\.\d s left", text.getvalue())
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress lines"]
+
+
+def test_on_a_terminal_the_bar_moves_within_one_host_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "REFRESHES_PER_SECOND", 20.0)
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=120)
+    _run(tmp_path, samples=40, console=console, seconds=0.02, device_iterations=20)
+    seen = {int(number) for number in re.findall(r"update (\d+)/20", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue()))}
+    assert len(seen) >= 3
+
+
+def test_closing_lines_have_the_original_programs_format():
+    assert closing_lines(throughput=123.44, accuracy=0.486, loss=1.423) == [
+        "throughput: 123.4 samples/sec",
+        "accuracy: 48.60 %",
+        "loss: 1.4230",
+    ]
+    assert closing_lines(loss=2.0) == ["loss: 2.0000"]
+
+
+# -- metrics.csv --------------------------------------------------------------------------------------------------------------
+
+
+def _rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_values_of_one_step_share_a_row_and_columns_grow(tmp_path):
+    logger = MetricsFile(tmp_path)
+    logger.log_metrics({"train_loss": 2.0, "epoch": 0}, step=0)
+    logger.log_metrics({"train_loss": 1.5, "epoch": 0}, step=3)
+    logger.log_metrics({"val_loss": 1.25, "epoch": 0}, step=3)
+    logger.log_metrics({"train_loss": 1.0, "epoch": 1}, step=4)
+    logger.finalize("success")
+    assert _rows(logger.path) == [
+        {"step": "0", "epoch": "0", "train_loss": "2", "val_loss": ""},
+        {"step": "3", "epoch": "0", "train_loss": "1.5", "val_loss": "1.25"},
+        {"step": "4", "epoch": "1", "train_loss": "1", "val_loss": ""},
+    ]
+
+
+def test_a_late_value_joins_the_row_of_its_step(tmp_path):
+    logger = MetricsFile(tmp_path)
+    for step in (0, 1, 2):
+        logger.log_metrics({"train_loss": float(step)}, step=step)
+    logger.log_metrics({"late": 7.0}, step=1)
+    logger.finalize("success")
+    assert [(row["step"], row["train_loss"], row["late"]) for row in _rows(logger.path)] == [("0", "0", ""), ("1", "1", "7"), ("2", "2", "")]
+
+
+def test_a_continued_file_keeps_its_rows_and_what_is_replaced_is_kept_aside(tmp_path):
+    first = MetricsFile(tmp_path)
+    for step in range(4):
+        first.log_metrics({"train_loss": float(step), "only_before": 1.0}, step=step)
+    first.finalize("failed")
+    before = first.path.read_text()
+    again = MetricsFile(tmp_path)
+    for step in (2, 3, 4):
+        again.log_metrics({"train_loss": 10.0 + step}, step=step)
+    again.finalize("success")
+    rows = _rows(again.path)
+    assert [(row["step"], row["train_loss"]) for row in rows] == [("0", "0"), ("1", "1"), ("2", "12"), ("3", "13"), ("4", "14")]
+    assert rows[0]["only_before"] == "1" and rows[2]["only_before"] == ""
+    assert (tmp_path / "metrics-1.csv").read_text() == before
+
+
+def test_half_a_line_of_a_killed_run_is_no_row(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,epoch,train_loss\r\n0,0,1.5\r\n1,0")
+    logger = MetricsFile(tmp_path)
+    logger.log_metrics({"train_loss": 1.0}, step=2)
+    logger.finalize("success")
+    assert [(row["step"], row["train_loss"]) for row in _rows(logger.path)] == [("0", "1.5"), ("2", "1")]
+
+
+# -- the output directory -----------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_moved_aside_and_other_files_stay(tmp_path):
+    output = OutputDirectory(tmp_path / "results")
+    assert output.set_aside_earlier_run() is None
+    for number in (1, 2):
+        (output.path / "config.yaml").write_text(str(number))
+        (output.path / "checkpoints").mkdir()
+        (output.path / "notes.txt").write_text("mine")
+        assert output.set_aside_earlier_run() == output.path / f"earlier-{number}"
+        assert (output.path / f"earlier-{number}" / "config.yaml").read_text() == str(number)
+        assert (output.path / f"earlier-{number}" / "checkpoints").is_dir()
+    assert {path.name for path in output.path.iterdir()} == {"earlier-1", "earlier-2", "notes.txt", ".lock"}
+    output.release()
+
+
+def test_a_directory_in_use_by_a_live_process_is_refused_and_free_after_its_end(tmp_path):
+    script = "import sys; from lightning_ipu.output import OutputDirectory; o = OutputDirectory(sys.argv[1]); print('held', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(OutputDirectoryError, match=f"{tmp_path} is in use by process {holder.pid}"):
+            OutputDirectory(tmp_path)
+    finally:
+        holder.kill()
+        holder.communicate()
+    OutputDirectory(tmp_path).release()
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputDirectoryError, match=f"output directory {tmp_path}/file"):
+        OutputDirectory(tmp_path / "file")

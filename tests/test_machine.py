@@ -1,0 +1,146 @@
+"""Machine settings: cores that a process may use, passive waiting, the allocator."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_ipu import machine, precision
+
+
+def _tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def _siblings(groups: dict[int, str]) -> dict[str, str]:
+    return {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{text}\n" for cpu, text in groups.items()}
+
+
+def test_without_a_quota_every_core_of_the_affinity_mask_counts(tmp_path):
+    assert machine.usable_cores(root=tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_hyper_threads_of_one_core_count_once(tmp_path):
+    cpus = sorted(os.sched_getaffinity(0))
+    root = _tree(tmp_path, _siblings({cpu: ",".join(map(str, cpus)) for cpu in cpus}))
+    assert machine.usable_cores(root=root) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"proc/self/cgroup": "0::/jobs/one\n", "sys/fs/cgroup/jobs/one/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/jobs/one\n", "sys/fs/cgroup/jobs/cpu.max": "50000 100000\n"}, 0.5),  # of the level above
+        ({"proc/self/cgroup": "0::/jobs/one\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),  # seen from inside a container
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/job\n",
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "300000\n",
+                "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
+            },
+            3.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu,cpuacct:/job\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+    ],
+)
+def test_the_tightest_quota_of_the_control_group_counts(tmp_path, files, quota):
+    root = _tree(tmp_path, files)
+    assert machine._cgroup_quota(root) == quota
+    cores = len(os.sched_getaffinity(0))
+    assert machine.usable_cores(root=root) == (cores if quota is None else max(1, min(cores, int(quota))))
+
+
+def test_waiting_is_passive_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    machine.wait_passively()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    machine.wait_passively()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    machine.wait_passively()
+    assert "OMP_WAIT_POLICY" not in os.environ
+
+
+# Allocates, touches and frees 64 MiB twice; prints whether the setting was made and the page faults of the second time.
+_FAULTS = """
+import ctypes, resource, sys
+from lightning_ipu import machine
+kept = machine.keep_freed_memory() if sys.argv[1] == "keep" else False
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def once():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 << 20)
+    ctypes.memset(block, 1, 64 << 20)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+once()
+print(int(kept), once())
+"""
+
+
+def _faults(mode: str, **environment: str) -> tuple[int, int]:
+    script = f"LIGHT_START = True\n{_FAULTS}"
+    inherited = {name: value for name, value in os.environ.items() if name not in machine._ALLOCATOR_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-c", script, mode], env={**inherited, **environment}, capture_output=True, text=True, check=True, timeout=60
+    )
+    kept, faults = done.stdout.split()
+    return int(kept), int(faults)
+
+
+@pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="the setting is glibc's")
+def test_freed_memory_is_used_again_without_page_faults():
+    kept, faults = _faults("keep")
+    assert kept == 1 and faults < 100
+    assert _faults("leave")[1] > 1000 or _huge_pages()
+    assert _faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == 0  # the user's own setting is left alone
+
+
+def _huge_pages() -> bool:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.exists() and "[always]" in path.read_text()
+
+
+def test_threads_follow_the_option_then_the_environment_then_the_cores(monkeypatch):
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    try:
+        assert machine.set_threads(3) == 3
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert machine.set_threads() == 3  # torch has read the variable by itself: nothing is set
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert machine.set_threads() == machine.usable_cores()
+        with pytest.raises(ValueError, match="at least 1, not 0"):
+            machine.set_threads(0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_precision_names_are_settled_or_refused_by_name():
+    assert precision.resolve("32", accelerator="cpu") == precision.resolve("32.32", accelerator="cpu") == "32.32"
+    assert precision.resolve("auto", accelerator="cpu") in ("16.32", "32.32")
+    assert precision.lightning_precision("16.32") == "bf16-mixed" and precision.precision_name("bf16-mixed") == "16.32"
+    assert precision.precision_name("64-true") is None
+    for name in ("16", "16.16"):
+        with pytest.raises(ValueError, match=f"precision {name}.*not available yet"):
+            precision.resolve(name, accelerator="cpu")
+    with pytest.raises(ValueError, match="unknown precision '8.8'; known are"):
+        precision.resolve("8.8", accelerator="cpu")
