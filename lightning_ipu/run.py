@@ -70,7 +70,7 @@ def run_command(command: Command, arguments: Sequence[str], *, validate: bool = 
     and 1 after; faults of the program keep their traceback.
     """
     _keep_quiet(command.prog)
-    signals = SignalHandler(command.prog)
+    signals = SignalHandler()
     signals.install()
     try:
         CommandLine(command, list(arguments), signals=signals, validate=validate, test=test)
@@ -91,23 +91,27 @@ class CommandLine(LightningCLI):
         self.then_validate, self.then_test = validate, test
         self.output: OutputDirectory | None = None
         self.display: RunDisplay | None = None
-        super().__init__(
-            command.model_class,
-            command.datamodule_class,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"line": self},
-            trainer_defaults={
-                "strategy": {"class_path": "lightning_ipu.strategy.IPUStrategy"},
-                "default_root_dir": "results",
-                "log_every_n_steps": 10,
-                "num_sanity_val_steps": 0,
-                "enable_model_summary": False,
-            },
-            seed_everything_default=0,
-            parser_kwargs={"prog": f"python -m {command.prog}", "exit_on_error": False},
-            auto_configure_optimizers=False,
-            args=arguments,
-        )
+        try:
+            super().__init__(
+                command.model_class,
+                command.datamodule_class,
+                save_config_callback=SaveConfig,
+                save_config_kwargs={"line": self},
+                trainer_defaults={
+                    "strategy": {"class_path": "lightning_ipu.strategy.IPUStrategy"},
+                    "default_root_dir": "results",
+                    "log_every_n_steps": 10,
+                    "num_sanity_val_steps": 0,
+                    "enable_model_summary": False,
+                },
+                seed_everything_default=0,
+                parser_kwargs={"prog": f"python -m {command.prog}", "exit_on_error": False},
+                auto_configure_optimizers=False,
+                args=arguments,
+            )
+        finally:
+            if self.output is not None:
+                self.output.release()
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -169,7 +173,7 @@ class CommandLine(LightningCLI):
             config.precision = resolve(config.precision, accelerator="gpu" if accelerator in ("gpu", "cuda") else "cpu")
             self.precision = lightning_precision(config.precision)
         if config.trainer.limit_val_batches == 0:
-            config.checkpoint.monitor = None
+            config.checkpoint.monitor, config.checkpoint.filename = None, "epoch{epoch}-update{step}"
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -178,11 +182,13 @@ class CommandLine(LightningCLI):
             config.data.dataset = self.datamodule.dataset_name  # a replay must not look for another one
         facts = self.command.facts(self)
         unbounded = settings.max_epochs is None and settings.max_steps == -1 and settings.max_time is None
-        if self.subcommand == "fit" and unbounded:
-            config.trainer.max_epochs, reason = self.command.epochs(self.datamodule)
-            kwargs["max_epochs"] = config.trainer.max_epochs
-            if reason:
-                facts.append(("epochs", f"{config.trainer.max_epochs:,}, {reason}"))
+        if self.subcommand == "fit":
+            reason = None
+            if unbounded:
+                config.trainer.max_epochs, reason = self.command.epochs(self.datamodule)
+                kwargs["max_epochs"] = config.trainer.max_epochs
+            if (epochs := config.trainer.max_epochs) is not None and epochs > 0:
+                facts.append(("epochs", f"{epochs:,}{f', {reason}' if reason else ''}"))
         kwargs |= {"accelerator": self.accelerator, "precision": self.precision}
         if settings.devices == "auto":
             kwargs["devices"] = 1  # one process serves the whole plan, on the first device of several
@@ -320,8 +326,7 @@ def set_up_machine(threads: int | None = None, keep_freed_memory: bool = True) -
 class SignalHandler:
     """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once."""
 
-    def __init__(self, prog: str) -> None:
-        self.prog = prog
+    def __init__(self) -> None:
         self.display: RunDisplay | None = None
         self.trainer: pl.Trainer | None = None  # while it trains
         self.received: int | None = None
@@ -337,8 +342,9 @@ class SignalHandler:
         self.received = signum
         self.trainer.strategy.progress.stop_signal = signum
         # Written by a thread: this handler may have interrupted a write to the same stream.
+        work = "validation" if self.trainer.validating else "current weight update"
         again = "Ctrl-C again" if signum == signal.SIGINT else "the signal again"
-        text = f"{self.prog}: finishing the current weight update, then saving ({again} ends at once)"
+        text = f"finishing the {work}, then saving ({again} ends at once)"
         threading.Thread(target=self.say, args=(text,)).start()
 
     def say(self, text: str) -> None:
@@ -368,8 +374,8 @@ class LastCheckpoint(Callback):
         self._end_if_asked(trainer)
 
     @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end_if_asked(trainer)
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_if_asked(trainer)  # asked during the validation: a checkpoint from within it would resume without it
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -379,6 +385,7 @@ class LastCheckpoint(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._saved_at != trainer.global_step:
             self._save(trainer)
+        self._end_if_asked(trainer)
         self.signals.trainer = None
 
     @override

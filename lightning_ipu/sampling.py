@@ -296,9 +296,8 @@ class HostSteps:
                 ) from None
 
         while first < self.micro_batches:
-            updates = self._next_updates()
-            yield HostStep(draw, updates)
-            first += updates * self.plan.micro_batches_per_update
+            yield (host_step := HostStep(draw, self._next_updates()))
+            first += host_step.taken  # fewer than it may hold where a signal ended it
 
     def _of_stream(self, stream: Iterator[Any]) -> Iterator[HostStep]:
         """Host steps of one weight update: only what is held in memory is known to be a whole update."""

@@ -125,39 +125,39 @@ class Recomputation:
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not block.training:
             return forward(*args, **kwargs)
-        streams = _stream_states()
-        calls = dict(self._randomness.calls)
+        streams, calls = _stream_states(), dict(self._randomness.calls)
         buffers = [
-            (child, name, buffer.clone())
+            (child, name, buffer, buffer._version, buffer.clone())
             for child in block.modules()
-            if not isinstance(child, _NormBase)
             for name, buffer in child._buffers.items()
             if buffer is not None
         ]
-        return checkpoint(
+        output = checkpoint(
             partial(forward, **kwargs),
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._second_run(block, streams, calls, buffers)),
+            context_fn=lambda: (nullcontext(), self._second_run(streams, calls, buffers)),
         )
+        # Only what the first run changed must be put back for the second; norms move their statistics without a new version.
+        buffers[:] = [
+            (child, name, buffer, version, before)
+            for child, name, buffer, version, before in buffers
+            if isinstance(child, _NormBase) or child._buffers[name] is not buffer or buffer._version != version
+        ]
+        return output
 
     @contextmanager
-    def _second_run(self, block: nn.Module, streams: Any, calls: dict[int, int], buffers: list) -> Iterator[None]:
-        norms = [child for child in block.modules() if isinstance(child, _NormBase) and child.training and child.track_running_stats]
-        now = _stream_states(), self._randomness.calls, [child._buffers[name] for child, name, _ in buffers], self._recorder.muted
+    def _second_run(self, streams: Any, calls: dict[int, int], buffers: list) -> Iterator[None]:
+        now = _stream_states(), self._randomness.calls, [child._buffers[name] for child, name, *_ in buffers], self._recorder.muted
         _set_stream_states(streams)
         self._randomness.calls, self._recorder.muted = dict(calls), True
-        for child, name, buffer in buffers:
-            child._buffers[name] = buffer
-        for norm in norms:
-            norm.track_running_stats = False  # normalise by the batch, as in training, and leave the statistics and the counter alone
+        for child, name, _, _, before in buffers:
+            child._buffers[name] = before.clone()  # a graph that is run backward twice is recomputed twice
         try:
             yield
         finally:
-            for norm in norms:
-                norm.track_running_stats = True
-            for (child, name, _), buffer in zip(buffers, now[2], strict=True):
+            for (child, name, *_), buffer in zip(buffers, now[2], strict=True):
                 child._buffers[name] = buffer
             self._randomness.calls, self._recorder.muted = now[1], now[3]
             _set_stream_states(now[0])

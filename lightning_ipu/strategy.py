@@ -130,6 +130,7 @@ class IPUStrategy(DDPStrategy):
         self.seed = 0
         self._engine: LocalEngine | None = None
         self._evaluation: dict[str, Any] = {}
+        self._user_settings: dict[str, Any] = {}
 
     # ---- Environment: one process -------------------------------------------------------------------------------------------
 
@@ -179,8 +180,8 @@ class IPUStrategy(DDPStrategy):
         self._own_transfer()
         if trainer.state.fn == TrainerFn.FITTING:
             blocks = recompute_blocks(module, self.recompute)
-            self._user_accumulation, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, self.plan.micro_batches_per_update
-            self._user_limit = trainer.limit_train_batches
+            self._user_settings = {name: getattr(trainer, name) for name in ("accumulate_grad_batches", "limit_train_batches")}
+            trainer.accumulate_grad_batches = self.plan.micro_batches_per_update
             self.setup_optimizers(trainer)
             self.setup_precision_plugin()
             _refuse_optimizers(self.optimizers)
@@ -268,7 +269,7 @@ class IPUStrategy(DDPStrategy):
             return self._evaluation_loader(dataloader)
         data = TrainingData(dataloader, seed=self.seed)
         self.plan = plan = _with(self.plan, micro_batch_size=data.micro_batch_size)
-        micro_batches = _trained_micro_batches(trainer, data, plan)
+        micro_batches = _trained_micro_batches(trainer, data, plan, limit=self._user_settings["limit_train_batches"])
         self.progress.updates_per_epoch = updates = None if micro_batches is None else micro_batches // plan.micro_batches_per_update
         if updates is not None:
             self.progress.samples_left_out = data.samples - micro_batches * plan.micro_batch_size
@@ -312,6 +313,7 @@ class IPUStrategy(DDPStrategy):
         )
         self._recorder.begin_epoch()
         self.progress.updates_done = first // self.plan.micro_batches_per_update
+        self._row: dict[str, float] = {}
         self._logged_in_epoch = False
         return trainer.current_epoch, first
 
@@ -348,10 +350,10 @@ class IPUStrategy(DDPStrategy):
         module = self.lightning_module
         trainer = module.trainer
         batch = self.precision_plugin.convert_input(batch)
-        update, rest = divmod(number, self.plan.micro_batches_per_update)
-        place = trainer.global_step + update, *divmod(rest, self.plan.gradient_accumulation_factor)
+        rest = number % self.plan.micro_batches_per_update
+        place = trainer.global_step, *divmod(rest, self.plan.gradient_accumulation_factor)
         seed_all(mix(self.seed, _TRANSFER, *place), self.root_device)
-        batch = trainer._data_connector._datahook_selector.get_hook("on_before_batch_transfer")(batch, 0)
+        batch = module._on_before_batch_transfer(batch)
         return module._apply_batch_transfer_handler(batch, device=self.root_device, dataloader_idx=0)
 
     @override
@@ -370,19 +372,29 @@ class IPUStrategy(DDPStrategy):
         recorder.weight = self.plan.micro_batch_size
         per_update = self.plan.micro_batches_per_update
         first_update, run_update = progress.updates_done, trainer.global_step
+        steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
 
-        with preserved_streams(self.root_device), recorder.recording():
-            for done in range(handle.weight_updates):
-                recorder.update = done
-                loss, extra = engine.weight_update(
-                    handle.take, update=run_update + done, first_micro_batch=(first_update + done) * per_update
-                )
-                progress.updates_done += 1
-                for schedule, frequency in schedules:
-                    if progress.updates_done % frequency == 0:
-                        self._lr_step(schedule, None) if self._lr_step else schedule.step()
-                if progress.stop_signal is not None:
-                    break
+        try:
+            with preserved_streams(self.root_device), recorder.recording():
+                for done in range(handle.weight_updates):
+                    if done:  # Lightning itself counts the last one
+                        steps.increment_ready()
+                        steps.increment_completed()
+                    recorder.update = done
+                    loss, extra = engine.weight_update(
+                        handle.take, update=run_update + done, first_micro_batch=(first_update + done) * per_update
+                    )
+                    progress.updates_done += 1
+                    for schedule, frequency in schedules:
+                        if progress.updates_done % frequency == 0:
+                            self._lr_step(schedule, None) if self._lr_step else schedule.step()
+                    if progress.stop_signal is not None:
+                        break
+        except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
+            if progress.updates_per_epoch is not None:
+                self._move_batch_progress((progress.updates_done - first_update - handle.weight_updates) * per_update + 1)
+            epoch_loop.batch_progress.is_last_batch = False
+            raise
         done += 1
         self._settle(trainer, epoch_loop, handle, done)
         closure._result = ClosureResult(closure_loss=loss, extra=extra)
@@ -393,24 +405,26 @@ class IPUStrategy(DDPStrategy):
         per_update = self.plan.micro_batches_per_update
         if self.progress.updates_per_epoch is None:  # a stream: its host steps could not be counted when they were drawn
             self._move_batch_progress(done * per_update - 1)
-        else:
-            self._move_batch_progress((done - handle.weight_updates) * per_update)
-        steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        for counts in (steps.total, steps.current):
-            counts.ready += done - 1  # Lightning itself counts the last one
-            counts.completed += done - 1
+        elif done < handle.weight_updates:  # stopped by a signal: what was not trained on is still to come
+            undone = (done - handle.weight_updates) * per_update
+            self._move_batch_progress(undone)
+            fetcher = trainer.fit_loop._data_fetcher
+            fetcher.fetched, fetcher.done, epoch_loop.batch_progress.is_last_batch = fetcher.fetched + undone, False, False
 
         rows = self._recorder.replay("training_step")
         connector, every = trainer._logger_connector, trainer.log_every_n_steps
         first = epoch_loop._batches_that_stepped
         epoch_loop._batches_that_stepped += done - 1
-        for update, row in enumerate(rows[: done - 1]):
-            if row and (first + update + 1) % every == 0:
+        row = self._row  # like Lightning's own, a row shows the last value of what this update did not log
+        for update in range(done):
+            row.update(rows[update] if update < len(rows) else {})
+            if update < done - 1 and row and every and (first + update + 1) % every == 0:
                 connector.log_metrics({**_as_tensors(row), "epoch": torch.tensor(trainer.current_epoch)}, step=first + update)
                 self._logged_in_epoch = True
         self._logged_in_epoch |= connector.should_update_logs
-        if self.progress.updates_done == self.progress.updates_per_epoch and not self._logged_in_epoch and rows and rows[-1]:
-            connector.log_metrics(_as_tensors(rows[-1]))  # a short epoch still shows one training loss
+        ends = epoch_loop.batch_progress.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+        if ends and every and row and not self._logged_in_epoch:
+            connector.log_metrics(_as_tensors(row))  # a short epoch still shows one training loss
 
     # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 
@@ -457,8 +471,9 @@ class IPUStrategy(DDPStrategy):
             self._engine = None
             self._recomputation.remove()
             self._randomness.remove()
-            trainer = module.trainer
-            trainer.accumulate_grad_batches, trainer.limit_train_batches = self._user_accumulation, self._user_limit
+        for name, value in self._user_settings.items():
+            setattr(module.trainer, name, value)
+        self._user_settings = {}
         super().teardown()
 
     @override
@@ -479,13 +494,13 @@ def _as_tensors(row: dict[str, float]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 
-def _trained_micro_batches(trainer: Trainer, data: TrainingData, plan: Plan) -> int | None:
+def _trained_micro_batches(trainer: Trainer, data: TrainingData, plan: Plan, *, limit: int | float) -> int | None:
     """Micro-batches trained on in an epoch: whole weight updates within `limit_train_batches`; None for a stream of unknown length."""
-    limit, available = trainer.limit_train_batches, data.micro_batches
+    available = data.micro_batches
     if trainer.fast_dev_run:
         limit = trainer.fast_dev_run * plan.micro_batches_per_update  # so many weight updates
     if available is None:
-        if limit != 1.0:
+        if limit != 1.0 or isinstance(limit, int):
             raise PlanError(f"limit_train_batches={limit} needs a data set with a length; {type(data.loader.dataset).__name__} has none")
         return None
     within = min(available, limit) if isinstance(limit, int) else int(available * limit)

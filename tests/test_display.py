@@ -61,7 +61,9 @@ def _run(directory, *, samples: int, console: Console, seconds: float = 0.0, epo
 
 def test_plain_output_shows_the_plan_and_an_epoch_in_lines_without_control_codes(tmp_path):
     text = io.StringIO()
-    shown = _run(tmp_path, samples=21, console=Console(file=text, width=100), epochs=2, replication_factor=2, gradient_accumulation_factor=2)
+    shown = _run(
+        tmp_path, samples=21, console=Console(file=text, width=100), epochs=2, replication_factor=2, gradient_accumulation_factor=2
+    )
     output = text.getvalue()
     assert "\x1b" not in output and "\r" not in output
     for name, value in (
@@ -136,7 +138,11 @@ def test_a_late_value_joins_the_row_of_its_step(tmp_path):
         logger.log_metrics({"train_loss": float(step)}, step=step)
     logger.log_metrics({"late": 7.0}, step=1)
     logger.finalize("success")
-    assert [(row["step"], row["train_loss"], row["late"]) for row in _rows(logger.path)] == [("0", "0", ""), ("1", "1", "7"), ("2", "2", "")]
+    assert [(row["step"], row["train_loss"], row["late"]) for row in _rows(logger.path)] == [
+        ("0", "0", ""),
+        ("1", "1", "7"),
+        ("2", "2", ""),
+    ]
 
 
 def test_a_continued_file_keeps_its_rows_and_what_is_replaced_is_kept_aside(tmp_path):
@@ -181,7 +187,9 @@ def test_an_earlier_run_is_moved_aside_and_other_files_stay(tmp_path):
 
 
 def test_a_directory_in_use_by_a_live_process_is_refused_and_free_after_its_end(tmp_path):
-    script = "import sys; from lightning_ipu.output import OutputDirectory; o = OutputDirectory(sys.argv[1]); print('held', flush=True); input()"
+    script = (
+        "import sys; from lightning_ipu.output import OutputDirectory; o = OutputDirectory(sys.argv[1]); print('held', flush=True); input()"
+    )
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"

@@ -1,0 +1,37 @@
+"""What every test starts from: one thread, a quiet Lightning, random streams and a seed of its own."""
+
+import logging
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+
+import numpy
+import pytest
+import pytorch_lightning  # noqa: F401 -- sets its own log level when it is imported
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # runs.py, for the tests in folders below
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)
+    for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="pytorch_lightning|lightning_fabric|torch.jit")
+    config.addinivalue_line("filterwarnings", "ignore::UserWarning:pytorch_lightning")
+    config.addinivalue_line("filterwarnings", "ignore::UserWarning:lightning_fabric")
+
+
+@pytest.fixture(autouse=True)
+def own_seed(monkeypatch):
+    """Each test has its own global seed and streams: nothing that ran before it decides its numbers."""
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    yield
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    os.environ.pop("PL_SEED_WORKERS", None)

@@ -1,0 +1,354 @@
+"""``python -m resnet_ipu``: options, messages, exit status, and what a run leaves in its output directory."""
+
+import csv
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_ipu import cli
+from resnet_ipu import __main__ as command
+from resnet_ipu import networks
+
+CONFIGS = Path(command.__file__).parent / "configs"
+TINY = ["--dataset", "sample", "--size", "8", "--precision", "32.32", "--limit-train-batches", "8", "--limit-val-batches", "2"]
+
+# Every option of the original program; each is honoured or refused by name.
+ORIGINAL = """--dataset --data-dir --num-workers --batch-size --size --norm-type --norm-groups --shortcut-type --precision --prng --no-prng
+    --fp-exceptions --half-partials --base-learning-rate --learning-rate-decay --learning-rate-schedule --epochs --no-validation
+    --valid-per-epoch --steps-per-log --weight-decay --num-ipus --replication-factor --recompute --pipeline --batches-per-step --simulation
+    --gradient-accumulation-factor --ckpt --syncless-collectives --max-bytes-per-tile --log-dir --log_dir_string --get-reports""".split()
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_process_as_it_was(monkeypatch):
+    """A command sets signal handlers, the way warnings are shown and threads: in a test they end with it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Runs a command line in an empty directory: (exit status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            status = command.main(list(arguments))
+        except SystemExit as end:
+            status = end.code
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def settled(*arguments: str) -> dict[str, str]:
+    """LightningCLI settings that a short command line is translated to."""
+    parser = cli.build_parser(prog="resnet_ipu", description="", epilog="", options=command.OPTIONS, version=str)
+    lines = command.settle(cli.parse(arguments, parser=parser, options=command.OPTIONS))
+    return dict(line.removeprefix("--").split("=", 1) for line in lines)
+
+
+def process(*arguments: str, **options) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    words = [sys.executable, *arguments]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options)
+
+
+# -- help and wrong command lines ---------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_option_with_its_default_in_under_half_a_second_of_cpu_time():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    helped = process("-m", "resnet_ipu", "--help")
+    text, errors = helped.communicate(timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert helped.returncode == 0 and errors == ""
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    for option in command.OPTIONS:
+        assert re.search(rf"^  {re.escape(option.name)}\b", text, re.M), option.name
+    assert "[batch]" in text and "[0.0001]" in text and "[30; 1 on" in re.sub(r"\s+", " ", text)
+
+
+def test_help_version_and_wrong_options_import_no_torch():
+    script = """
+import runpy, sys
+for words in (["--help"], ["--version"], ["--sise", "8"], ["--batch-size", "30", "--replication-factor", "4"], ["--dataset", "nothing"]):
+    sys.argv = ["resnet_ipu", *words]
+    try:
+        runpy.run_module("resnet_ipu", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print("status", end.code, file=sys.__stderr__)
+assert "torch" not in sys.modules and "pytorch_lightning" not in sys.modules
+"""
+    done = process("-c", script)
+    _, errors = done.communicate(timeout=60)
+    assert done.returncode == 0, errors
+    assert re.findall(r"status (\d|None)", errors) == ["0", "0", "2", "2", "2"]
+
+
+def test_every_option_of_the_original_is_known_and_every_size_is_a_network():
+    assert set(ORIGINAL) <= {option.name for option in command.OPTIONS}
+    for size in (*command.CIFAR_SIZES, *command.IMAGENET_SIZES):
+        with torch.device("meta"):
+            networks.resnet(size, num_classes=10, in_channels=3, stem="cifar", norm="batch")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--sise 20", "unknown option --sise; did you mean --size?"),
+        ("--size 21", "--size: '21' is not known; known are 8, 14, 20"),
+        ("20", "unexpected argument '20'"),
+        ("--batch-size 30 --replication-factor 4", "--batch-size 30 must be a multiple of --replication-factor 4: 28 or 32"),
+        ("--batch-size 3 --replication-factor 4", "--batch-size 3 must be a multiple of --replication-factor 4: 4, for example"),
+        ("--batch-size 0", "--batch-size: '0' must be a whole number above 0"),
+        ("--batch-size 32 --micro-batch-size 8", "--batch-size and --micro-batch-size exclude each other"),
+        ("--learning-rate .1 --base-learning-rate -6", "--base-learning-rate and --learning-rate exclude each other"),
+        ("--num-ipus 6 --replication-factor 4", "--num-ipus 6 must be a multiple of --replication-factor 4: 4, 8, 12"),
+        ("--pipeline", "--pipeline needs at least two stages.*give --num-ipus 2, 3, 4, ... or --pipeline-splits"),
+        ("--pipeline --num-ipus 2 --replication-factor 2", "--num-ipus 2 with --replication-factor 2 makes one: give --num-ipus 4, 6, 8"),
+        ("--num-ipus 3 --pipeline-splits network.layer2", "the 1 names of --pipeline-splits make 2 stages"),
+        ("--pipeline-schedule GPipe --num-ipus 2", "--pipeline-schedule GPipe needs --pipeline"),
+        ("--dataset imagenet", "--dataset: imagenet: ImageNet is not available yet"),
+        ("--dataset cifar-11", "'cifar-11' is not known; known are CIFAR-10"),
+        ("--precision 16", "--precision: precision 16 .* not available yet; use 16.32"),
+        ("--precision 16.16", "--precision: precision 16.16 .* not available yet; use 16.32"),
+        ("--prng", "--prng: stochastic rounding"),
+        ("--max-bytes-per-tile 1000", "--max-bytes-per-tile: steers the IPU's compiler only"),
+        ("--ckpt=model.onnx", "--ckpt: checkpoints go to OUTPUT_DIR/checkpoints"),
+        ("--get-reports", "--get-reports: the reports"),
+        ("--norm-groups 4", "--norm-groups 4 needs --norm-type group"),
+        ("--learning-rate-decay 1,x", "--learning-rate-decay: '1,x' must be numbers"),
+        ("--learning-rate-decay 1,.1", "--learning-rate-decay has 2 values and --learning-rate-schedule 2"),
+        ("--learning-rate-schedule .75,.5", "--learning-rate-schedule 0.75,0.5 must rise"),
+        ("--limit-train-batches 1.5", "--limit-train-batches: '1.5' must be a whole number of batches or a share"),
+        ("--valid-per-epoch .3", "--valid-per-epoch 0.3 must be at least 1, or 1/n"),
+        ("--epochs", "--epochs: expected one argument"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_line_and_status_2(run, line, message):
+    status, output, errors = run(*line.split())
+    assert status == 2 and output == ""
+    assert re.match(f"resnet_ipu: error: .*{message}", errors) and errors.count("\n") == 1
+
+
+# -- translation --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_batch_is_over_all_replicas_and_the_learning_rate_goes_by_it():
+    settings = settled("--size", "x50", "--replication-factor", "4", "--gradient-accumulation-factor", "8")
+    assert settings["data.micro_batch_size"] == "8" and float(settings["model.learning_rate"]) == 0.02
+    assert float(settled("--size", "8", "--batch-size", "128")["model.learning_rate"]) == 0.4
+    assert (
+        float(settled("--micro-batch-size", "8", "--replication-factor", "4", "--base-learning-rate", "-6")["model.learning_rate"]) == 0.5
+    )
+    assert settled("--learning-rate", "0.3")["model.learning_rate"] == "0.3"
+
+
+def test_stages_come_from_the_number_of_ipus_and_are_sharded_without_pipeline():
+    prefix = "trainer.strategy."
+    settings = settled("--num-ipus", "8", "--replication-factor", "2", "--pipeline", "--pipeline-schedule", "grouped")
+    assert (settings[f"{prefix}num_stages"], settings[f"{prefix}pipeline_schedule"]) == ("4", "Grouped")
+    settings = settled("--num-ipus", "4")
+    assert (settings[f"{prefix}num_stages"], settings[f"{prefix}pipeline_schedule"]) == ("4", "Sequential")
+    assert f"{prefix}num_stages" not in settled("--num-ipus", "4", "--replication-factor", "4")
+
+
+def test_decay_or_schedule_selects_the_originals_steps_and_names_are_read_in_any_case():
+    settings = settled("--learning-rate-schedule", "0.25,0.5", "--norm-type", "GROUP", "--dataset", "Cifar-10", "--shortcut-type", "b")
+    assert settings["model.schedule"] == "stepped" and settings["model.decay_values"] == "[1.0, 0.1, 0.01]"
+    assert (settings["model.norm_type"], settings["data.dataset"], settings["model.shortcut_type"]) == ("group", "CIFAR-10", "B")
+    assert "model.schedule" not in settled()
+
+
+def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
+    line = """--size 14 --norm-type group --norm-groups 8 --shortcut-type B --no-zero-init --no-channels-last --dataset MNIST --data-dir d
+        --validation-split 0.2 --synthetic-data host --num-workers 2 --micro-batch-size 8 --replication-factor 2
+        --gradient-accumulation-factor 3 --num-ipus 4 --pipeline --pipeline-splits network.layer2 --recompute --batches-per-step 5
+        --precision 32 --no-prng --seed 7 --learning-rate 0.5 --learning-rate-decay 1,0.1 --learning-rate-schedule 0.5 --epochs 3
+        --max-steps 9 --weight-decay 0 --momentum 0.5 --label-smoothing 0.1 --limit-train-batches 0.5 --limit-val-batches 3
+        --valid-per-epoch 2 --test --device cpu --threads 1 --no-allocator-setting --steps-per-log 2 --output-dir o --log_dir_string n
+        --no-augmentation"""
+    translated = [f"--{key}={value}" for key, value in settled(*line.split()).items()]
+    status, output, _ = run("fit", *translated, "--print_config")
+    assert status == 0
+    config = yaml.safe_load(output)
+    trainer, model, data = config["trainer"], config["model"], config["data"]
+    strategy = trainer["strategy"]["init_args"]
+    assert (model["size"], model["norm_groups"], model["zero_init_last_norm"], model["channels_last"]) == ("14", 8, False, False)
+    assert (model["learning_rate"], model["decay_values"], model["weight_decay"], model["momentum"]) == (0.5, [1.0, 0.1], 0.0, 0.5)
+    assert (data["dataset"], data["data_dir"], data["validation_split"], data["synthetic"]) == ("MNIST", "d", 0.2, "host")
+    assert (data["micro_batch_size"], data["num_workers"], data["augment"], data["seed"]) == (8, 2, False, 7)
+    assert (strategy["replication_factor"], strategy["gradient_accumulation_factor"], strategy["device_iterations"]) == (2, 3, 5)
+    assert (strategy["pipeline_splits"], strategy["pipeline_schedule"], strategy["recompute"]) == (["network.layer2"], "1F1B", True)
+    assert (trainer["max_epochs"], trainer["max_steps"], trainer["val_check_interval"]) == (3, 9, 0.5)
+    assert (trainer["limit_train_batches"], trainer["limit_val_batches"], trainer["log_every_n_steps"]) == (0.5, 3, 2)
+    assert (trainer["accelerator"], trainer["default_root_dir"]) == ("cpu", "o/n")
+    assert (config["precision"], config["seed_everything"]) == ("32", 7)
+    assert config["machine"] == {"threads": 1, "keep_freed_memory": False}
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------------------
+
+
+def weights(checkpoint: str | Path) -> dict[str, torch.Tensor]:
+    return torch.load(checkpoint, map_location="cpu")["state_dict"]
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def files(directory: str | Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()}
+
+
+def test_a_short_run_trains_validates_and_its_config_replays_it(run):
+    status, output, errors = run(*TINY)
+    assert status == 0
+    assert re.search(r"^│ epochs +1, chosen for the embedded sample", output, re.M)
+    closing = re.search(
+        r"\nthroughput: \d+\.\d samples/sec\naccuracy: (\d+\.\d\d) %\nloss: (\d\.\d{4})\nThese figures are from the embedded", output
+    )
+    assert closing and "Traceback" not in errors and "Tip" not in errors and "GPU" not in errors
+    assert files(".") == {f"results/{name}" for name in ("config.yaml", "metrics.csv", ".lock", "checkpoints/last.ckpt")} | {
+        "results/checkpoints/best-epoch0-update8.ckpt"
+    }
+
+    with open("results/metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    steps = [int(row["step"]) for row in rows]
+    assert steps == sorted(set(steps)) and any(row["train_loss"] for row in rows)  # a run shorter than --steps-per-log has a loss as well
+    assert f"{float(rows[-1]['val_loss']):.4f}" == closing[2] and f"{100 * float(rows[-1]['val_accuracy']):.2f}" == closing[1]
+    config = yaml.safe_load(Path("results/config.yaml").read_text())
+    assert (config["precision"], config["data"]["dataset"], config["trainer"]["max_epochs"]) == ("32.32", "SAMPLE", 1)
+
+    first = weights("results/checkpoints/last.ckpt")
+    status, output, _ = run("fit", "--config", "results/config.yaml")  # into the same directory
+    assert status == 0 and "An earlier run was in results: it is in results/earlier-1 now." in output
+    assert same(first, weights("results/earlier-1/checkpoints/last.ckpt"))
+    assert same(first, weights("results/checkpoints/last.ckpt"))
+    assert f"accuracy: {closing[1]} %\nloss: {closing[2]}\n" in output
+    assert Path("results/config.yaml").read_text() == Path("results/earlier-1/config.yaml").read_text()
+
+    # What fit measured last is what validate measures, from the checkpoint alone; without one it warns.
+    status, output, errors = run("validate", "--ckpt_path", "results/checkpoints/last.ckpt", "--trainer.limit_val_batches", "2")
+    assert status == 0 and f"accuracy: {closing[1]} %\nloss: {closing[2]}\n" in output and "RANDOM" not in errors
+    status, _, errors = run("validate", "--config", "results/config.yaml")
+    assert status == 0 and "warning: validate without --ckpt_path: the weights are RANDOM" in errors
+    # The command line goes before the checkpoint's settings.
+    status, _, errors = run("validate", "--ckpt_path", "results/checkpoints/last.ckpt", "--model.size", "14")
+    assert status == 2 and re.match("resnet_ipu: error: the checkpoint does not fit the network: Missing key", errors)
+
+    status, output, _ = run("predict", "--ckpt_path", "results/checkpoints/last.ckpt")
+    predictions = torch.load("results/predictions.pt")
+    assert status == 0 and "predictions: results/predictions.pt (500 x 10)" in output and predictions.shape == (500, 10)
+    torch.testing.assert_close(predictions.sum(1), torch.ones(500))
+
+
+def test_fewer_samples_than_one_weight_update_is_an_error_that_names_the_factors_and_leaves_an_earlier_run_alone(run):
+    Path("results/checkpoints").mkdir(parents=True)
+    Path("results/config.yaml").write_text("of an earlier run")
+    status, output, errors = run(*TINY[:6], "--micro-batch-size", "8", "--replication-factor", "40", "--gradient-accumulation-factor", "7")
+    assert status == 2 and "Traceback" not in errors
+    assert re.search(r"^resnet_ipu: error: .*2000 samples.*micro-batch 8 .*_factor 7 .*replication_factor 40 = 2240 samples", errors, re.M)
+    assert files("results") == {"config.yaml", ".lock"} and Path("results/config.yaml").read_text() == "of an earlier run"
+
+
+def test_a_run_that_max_steps_ends_within_an_epoch_saves_and_scores_its_last_weights(run):
+    status, output, _ = run(*TINY, "--max-steps", "11", "--batches-per-step", "4", "--norm-type", "none", "--test", "--output-dir", "out")
+    assert status == 0
+    last = torch.load("out/checkpoints/last.ckpt")
+    assert last["global_step"] == 11
+    score = re.search(r"^accuracy: .*\nloss: .*\n(test accuracy: \d+\.\d\d %)\ntest loss: \d\.\d{4}$", output, re.M)
+    assert score
+    status, output, _ = run("test", "--ckpt_path", "out/checkpoints/last.ckpt")
+    assert score[1].removeprefix("test ") in output
+
+
+def test_no_validation_trains_every_epoch_and_the_stages_change_no_number(run):
+    status, output, _ = run(*TINY, "--no-validation", "--epochs", "2", "--output-dir", "one")
+    assert status == 0 and output.count("train loss") == 2 and "accuracy" not in output and "throughput: " in output
+    status, _, _ = run(*TINY, "--no-validation", "--epochs", "2", "--output-dir", "two", "--num-ipus", "3", "--pipeline", "--recompute")
+    assert status == 0 and same(weights("one/checkpoints/last.ckpt"), weights("two/checkpoints/last.ckpt"))
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_example_configurations_train(run, config):
+    limits = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
+    status, output, _ = run("fit", "--config", str(config), "--data.dataset=SAMPLE", "--precision=32.32", *limits)
+    assert status == 0 and "epoch 1/1" in output
+
+
+def test_a_damaged_archive_is_named_in_one_line_and_help_does_not_mind(run, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cifar-10-python.tar.gz").write_bytes(b"half of it")
+    status, _, errors = run("--dataset", "CIFAR-10", "--size", "8", "--precision", "32.32")
+    assert status == 2 and re.match(r"resnet_ipu: error: data/cifar-10-python\.tar\.gz: .*put cifar-10-python", errors)
+    assert errors.count("\n") == 1
+    assert run("--help")[0] == 0
+
+
+def test_settings_that_fail_later_are_one_line_as_well(run):
+    for words, message in (
+        (["--momentum", "1"], "momentum=1.0 must be at least 0 and below 1"),
+        (["--pipeline-splits", "network.layer9"], "pipeline_splits='network.layer9' is no submodule"),
+        (["--device", "gpu"] if not torch.cuda.is_available() else ["--num-ipus", "999"], "."),
+    ):
+        status, output, errors = run(*TINY, *words)
+        assert status == 2 and re.match(f"resnet_ipu: error: .*{message}", errors) and errors.count("\n") == 1, errors
+    status, _, errors = run("fit", "--model.sise", "20")
+    assert status == 2 and errors.startswith("resnet_ipu: error: ") and "--model.sise" in errors
+
+
+def test_only_errors_raised_on_purpose_lose_their_traceback():
+    from lightning_ipu.plan import PlanError
+    from lightning_ipu.run import _is_meant_for_people
+
+    def caught(action) -> Exception:
+        try:
+            action()
+        except Exception as error:
+            return error
+        raise AssertionError("nothing was raised")
+
+    from lightning_ipu.plan import Plan
+
+    assert _is_meant_for_people(caught(lambda: Plan(micro_batch_size=0)))
+    assert isinstance(caught(lambda: Plan(micro_batch_size=0)), PlanError)
+    assert not _is_meant_for_people(caught(lambda: int("x")))  # a slip
+    assert not _is_meant_for_people(caught(lambda: torch.zeros(2).view(3)))
+    assert not _is_meant_for_people(caught(lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)))  # raised by torch, not by us
+    assert _is_meant_for_people(caught(lambda: open("/nowhere/file")))
+
+
+def test_ctrl_c_ends_at_a_weight_update_with_a_checkpoint_and_status_130(tmp_path):
+    line = ["-m", "resnet_ipu", *TINY[:6], "--epochs", "1000", "--batches-per-step", "60"]
+    running = process(*line, cwd=tmp_path)
+    for shown in running.stdout:
+        if shown.startswith("epoch 1/"):
+            break
+    running.send_signal(signal.SIGINT)
+    output, errors = running.communicate(timeout=60)
+    assert running.returncode == 130 and "Traceback" not in errors
+    said = re.search(r"stopped after (\d+) weight updates; the state is saved in results/checkpoints/last\.ckpt", output)
+    assert said and "then saving (Ctrl-C again ends at once)" in output
+    assert torch.load(tmp_path / "results/checkpoints/last.ckpt")["global_step"] == int(said[1]) >= 62
