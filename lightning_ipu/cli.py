@@ -244,11 +244,15 @@ def main(
             were given in the short one. All that imports torch happens in there.
     """
     if arguments and arguments[0] in SUBCOMMANDS:
-        return start(list(arguments), short=False, given={})
+        lightning, form = list(arguments), {"short": False, "given": {}}
+    else:
+        try:
+            given = parse(arguments, parser=parser, options=options)
+            lightning, form = ["fit", *settle(given)], {"short": True, "given": given}
+        except UsageError as error:
+            print(f"{parser.prog}: error: {error}", file=sys.stderr)
+            return 2
     try:
-        given = parse(arguments, parser=parser, options=options)
-        lightning = settle(given)
-    except UsageError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    return start(["fit", *lightning], short=True, given=given)
+        return start(lightning, **form)
+    except KeyboardInterrupt:  # while torch was being loaded; later on a handler of signals takes over
+        return 130

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 
 from lightning_ipu.plan import Plan
 
@@ -27,6 +27,7 @@ class HostEvents:
         max_steps: weight updates after which the run ends; -1 for no such limit.
         in_run: (what, period): due after every so many updates of the run.
         in_epoch: (what, period): due after every so many updates of an epoch.
+        before: (what, period): due before the last of every so many updates of the run.
     """
 
     device_iterations: int
@@ -34,12 +35,14 @@ class HostEvents:
     max_steps: int = -1
     in_run: list[tuple[str, int]] = field(default_factory=list)
     in_epoch: list[tuple[str, int]] = field(default_factory=list)
+    before: list[tuple[str, int]] = field(default_factory=list)
 
     def updates_until_due(self, *, run_update: int, epoch_update: int) -> int:
         """Weight updates that the next host step may hold, after so many in the run and in the epoch."""
         bounds = [self.device_iterations]
         bounds += [period - run_update % period for _, period in self.in_run]
         bounds += [period - epoch_update % period for _, period in self.in_epoch]
+        bounds += [period - (run_update + 1) % period for _, period in self.before]
         if self.updates_per_epoch is not None:
             bounds.append(self.updates_per_epoch - epoch_update)
         if self.max_steps >= 0:
@@ -49,7 +52,7 @@ class HostEvents:
     @property
     def reduction(self) -> str | None:
         """One line that says by what the device iterations are cut, None where nothing cuts them."""
-        limits = [*self.in_run, *self.in_epoch]
+        limits = [*self.in_run, *self.in_epoch, *self.before]
         if self.updates_per_epoch is not None:
             limits.append(("an epoch", self.updates_per_epoch))
         if self.max_steps >= 0:
@@ -73,6 +76,8 @@ def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> Ho
             events.in_run.append(("a checkpoint", callback._every_n_train_steps))
         if any(base.__name__ in _EVERY_UPDATE for base in type(callback).__mro__) and not isinstance(callback, StochasticWeightAveraging):
             events.in_run.append((type(callback).__name__, 1))
+        if isinstance(callback, LearningRateMonitor) and callback.logging_interval != "epoch" and trainer.log_every_n_steps > 0:
+            events.before.append(("LearningRateMonitor", trainer.log_every_n_steps))
     if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.strategy.lr_scheduler_configs):
         events.in_run.append(("a plateau schedule", 1))
     return events

@@ -1,17 +1,29 @@
-"""What optimizers need beyond torch's own: which parameters decay."""
+"""Optimizers by name, with what torch's lack: LARS, and weight decay beside the optimizer; norms and biases do not decay.
 
+Two penalties are told apart. With O the optimizer's direction, lr the scheduled learning rate and λ the factor, decoupled weight decay
+makes the update -lr·(O(g) + λ·w) (Loshchilov and Hutter, 2019), L2 regularisation -lr·O(g + λ·w): there the penalty goes through
+momentum and scaling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
-def parameter_groups(module: nn.Module, *, weight_decay: float, decay_all: bool = False) -> list[dict[str, Any]]:
+def parameter_groups(module: nn.Module, *, decay_all: bool = False, **decays: float) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer in which norms and biases do not decay.
 
     Args:
         module: its trainable parameters are grouped; frozen ones are left out.
-        weight_decay: decay of the weights of convolutions and linear layers: every tensor of two or more dimensions.
         decay_all: decay the one-dimensional tensors, the weights of norms and all biases, as well.
+        **decays: settings of the decaying group, such as weight_decay=1e-4, that are 0 in the other. The weights of convolutions and
+            linear layers decay: every tensor of two or more dimensions.
 
     Returns:
         The decaying group, then the other; a group without parameters is left out.
@@ -19,5 +31,171 @@ def parameter_groups(module: nn.Module, *, weight_decay: float, decay_all: bool 
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     decaying = [parameter for parameter in parameters if decay_all or parameter.ndim > 1]
     others = [parameter for parameter in parameters if not decay_all and parameter.ndim <= 1]
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": decaying, **decays}, {"params": others, **dict.fromkeys(decays, 0.0)}]
     return [group for group in groups if group["params"]]
+
+
+class _DecoupledDecay(Optimizer):
+    """Adds -lr · decoupled_decay · w, of the weights before the step, to the step of the optimizer that comes next in line."""
+
+    def __init__(self, params: Any, *, decoupled_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.defaults["decoupled_decay"] = decoupled_decay
+        for group in self.param_groups:
+            group.setdefault("decoupled_decay", decoupled_decay)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; `closure`, if given, computes loss and gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters and (decay := group["decoupled_decay"]):
+                decays.append((parameters, torch._foreach_mul(parameters, group["lr"] * decay)))
+        step = super().step
+        if getattr(step, "hooked", False):  # a plain optimizer of that class exists, which made torch wrap the class's step:
+            step = step.__wrapped__.__get__(self)  # the step hooks are called around ours already
+        step()
+        for parameters, decay in decays:
+            torch._foreach_sub_(parameters, decay)
+        return loss
+
+
+class SGD(_DecoupledDecay, torch.optim.SGD):
+    """torch's SGD, whose `weight_decay` is L2 regularisation, with `decoupled_decay` beside it."""
+
+
+class RMSprop(_DecoupledDecay, torch.optim.RMSprop):
+    """torch's RMSprop, whose `weight_decay` is L2 regularisation, with `decoupled_decay` beside it."""
+
+
+class AdamW(_DecoupledDecay, torch.optim.Adam):
+    """torch's Adam, whose `weight_decay` is L2 regularisation, with `decoupled_decay` beside it: AdamW where only that is given."""
+
+
+class _LARS(Optimizer):
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-7,
+    ) -> None:
+        options = {"momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient, "eps": eps}
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient, rate = parameter.grad, lr
+                if parameter.ndim > 1:
+                    weight_norm, gradient_norm = parameter.norm(), gradient.norm()
+                    trust = group["trust_coefficient"] * weight_norm / (gradient_norm + weight_decay * weight_norm + group["eps"])
+                    rate = lr * torch.where((weight_norm > 0) & (gradient_norm > 0), trust, 1.0)
+                if weight_decay:
+                    gradient = gradient.add(parameter, alpha=weight_decay)
+                change = gradient * rate
+                if momentum:
+                    state = self.state[parameter]
+                    if "momentum_buffer" in state:
+                        change = state["momentum_buffer"].mul_(momentum).add_(change)
+                    else:
+                        state["momentum_buffer"] = change
+                parameter.sub_(change)
+        return loss
+
+
+class LARS(_DecoupledDecay, _LARS):
+    """Layer-wise adaptive rate scaling (You, Gitman and Ginsburg, 2017): SGD whose rate goes by each tensor's own norms.
+
+    A tensor w of two or more dimensions with gradient g moves by v = momentum·v + lr·trust·(g + weight_decay·w), with
+    trust = trust_coefficient·‖w‖ / (‖g‖ + weight_decay·‖w‖ + eps), or 1 where either norm is 0. Norms' parameters and biases have trust 1.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: the learning rate, which multiplies the trust ratio.
+        momentum: of v, which holds changes and not gradients, so that a new learning rate acts on new gradients alone.
+        weight_decay: L2 regularisation, inside the trust ratio.
+        trust_coefficient: called eeta in Graphcore's programs.
+        eps: keeps the ratio finite.
+        decoupled_decay: beside all that.
+    """
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW, "rmsprop": RMSprop, "lars": LARS}
+
+_OWN_OPTIONS = {
+    "sgd": ("momentum", "nesterov", "dampening"),
+    "adamw": ("betas", "eps", "amsgrad"),
+    "rmsprop": ("momentum", "alpha", "eps", "centered"),
+    "lars": ("momentum", "trust_coefficient", "eps"),
+}
+
+
+def check_optimizer(kind: str, *, weight_decay: float = 0.0, l2_regularization: float = 0.0, **options: Any) -> None:
+    """Raise ValueError where `kind` is no optimizer, does not take one of the options, or a value makes no sense."""
+    if kind not in OPTIMIZERS:
+        raise ValueError(f"optimizer={kind!r} is unknown: choose from {', '.join(OPTIMIZERS)}")
+    for name, value in options.items():
+        if name not in _OWN_OPTIONS[kind]:
+            raise ValueError(f"{name}={value} means nothing to optimizer={kind!r}, which takes {', '.join(_OWN_OPTIONS[kind])}")
+    for name, value in (("weight_decay", weight_decay), ("l2_regularization", l2_regularization)):
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value} must be at least 0")
+    for name in ("momentum", "alpha"):
+        if not 0 <= (value := options.get(name, 0)) < 1:
+            raise ValueError(f"{name}={value} must be at least 0 and below 1")
+    for name in ("eps", "trust_coefficient"):
+        if not 0 <= (value := options.get(name, 0)) < float("inf"):
+            raise ValueError(f"{name}={value} must be at least 0")
+    if not (len(betas := options.get("betas", (0, 0))) == 2 and all(0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"betas={list(betas)} must be two numbers of at least 0 and below 1")
+    if options.get("nesterov") and not options.get("momentum"):
+        raise ValueError("nesterov=True needs momentum above 0")
+
+
+def build_optimizer(
+    module: nn.Module,
+    kind: str,
+    *,
+    lr: float,
+    weight_decay: float = 0.0,
+    l2_regularization: float = 0.0,
+    decay_all: bool = False,
+    **options: Any,
+) -> Optimizer:
+    """One of `OPTIMIZERS` over a module's trainable parameters.
+
+    Args:
+        module: see `parameter_groups`.
+        kind: sgd, adamw, rmsprop or lars.
+        lr: learning rate.
+        weight_decay: λ of decoupled decay, whatever the optimizer.
+        l2_regularization: λ of L2 regularisation, whatever the optimizer; in LARS it counts in the trust ratio as well.
+        decay_all: apply both to norms and biases as well.
+        **options: momentum, nesterov, dampening (sgd); betas, eps, amsgrad (adamw); momentum, alpha, eps, centered (rmsprop);
+            momentum, trust_coefficient, eps (lars).
+
+    Raises:
+        ValueError: see `check_optimizer`.
+    """
+    check_optimizer(kind, weight_decay=weight_decay, l2_regularization=l2_regularization, **options)
+    groups = parameter_groups(module, decay_all=decay_all, weight_decay=l2_regularization, decoupled_decay=weight_decay)
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return OPTIMIZERS[kind](groups, lr=lr, **options)

@@ -1,51 +1,77 @@
-"""Names of precision, <compute>.<weights>, and what Lightning calls them: 16.16, 16.32 and 32.32.
+"""Names of precision, <compute>.<weights>, what Lightning calls them, and which settings go together; imports no torch.
 
-16.32 computes in bfloat16 under autocast and keeps weights, gradients' sums and optimizer state in float32. 16.16, half-precision
-weights with stochastic rounding, is not available yet.
+16.32 computes in 16 bits under autocast and keeps weights and optimizer state in float32. 16.16 keeps these in 16 bits too. The 16-bit
+type is bfloat16, or on GPUs float16 by choice. What carries all this out is in half.py.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CHOICES", "lightning_precision", "precision_name", "resolve"]
+__all__ = ["CHOICES", "HALF_TYPES", "lightning_precision", "precision_name", "refusal", "resolve", "scaling_refusal"]
 
 CHOICES = ("auto", "16.16", "16.32", "32.32", "16", "32")
+HALF_TYPES = ("bf16", "fp16")
 
 _SHORT = {"16": "16.16", "32": "32.32"}  # the older programs' spelling: one number for both
-_LIGHTNING = {"16.32": "bf16-mixed", "32.32": "32-true"}
+_LIGHTNING = {
+    ("16.16", "bf16"): "bf16-true",
+    ("16.16", "fp16"): "16-true",
+    ("16.32", "bf16"): "bf16-mixed",
+    ("16.32", "fp16"): "16-mixed",
+    ("32.32", "bf16"): "32-true",
+}
 
 
-def refusal(precision: str) -> str | None:
-    """Why ``precision`` cannot be had, in one line; None if it can."""
+def refusal(precision: str, *, half_type: str = "bf16", accelerator: str | None = None) -> str | None:
+    """Why ``precision`` cannot be had, in one line; None if it can. ``accelerator`` is ``"cpu"``, ``"gpu"`` or not known yet."""
     if precision not in CHOICES:
         return f"unknown precision {precision!r}; known are {', '.join(CHOICES)}"
-    if _SHORT.get(precision, precision) == "16.16":
-        return f"precision {precision} (16-bit weights) is not available yet; use 16.32, which keeps 32-bit weights, or 32.32"
+    if half_type not in HALF_TYPES:
+        return f"unknown 16-bit type {half_type!r}; known are {', '.join(HALF_TYPES)}"
+    if half_type == "fp16":
+        if _SHORT.get(precision, precision) not in ("16.16", "16.32"):
+            return f"16-bit type fp16 needs precision 16.16 or 16.32, not {precision}"
+        if accelerator == "cpu":
+            return "16-bit type fp16 is for GPUs; a CPU computes in bf16"
     return None
 
 
-def resolve(precision: str, *, accelerator: str) -> str:
-    """Settle ``auto`` and the short spellings: ``16.32`` or ``32.32``.
+def resolve(precision: str, *, accelerator: str, half_type: str = "bf16") -> str:
+    """Settle ``auto`` and the short spellings: ``16.16``, ``16.32`` or ``32.32``.
 
     ``auto`` is 16.32 where the device is fast at bfloat16 (a GPU of compute capability 8.0 or above, a CPU with AVX512_BF16 or AMX)
-    and 32.32 elsewhere. ``accelerator`` is ``"cpu"`` or ``"gpu"``. Raises ValueError for what is unknown or not available yet.
+    and 32.32 elsewhere. ``accelerator`` is ``"cpu"`` or ``"gpu"``. Raises ValueError for what is unknown or cannot be had.
     """
-    if problem := refusal(precision):
+    if problem := refusal(precision, half_type=half_type, accelerator=accelerator):
         raise ValueError(problem)
     if precision == "auto":
         return "16.32" if _fast_at_bfloat16(accelerator) else "32.32"
     return _SHORT.get(precision, precision)
 
 
-def lightning_precision(precision: str) -> str:
+def scaling_refusal(precision: str, *, half_type: str, loss_scaling: float | str | None) -> str | None:
+    """Why the gradients of a resolved ``precision`` cannot be scaled so, in one line; None if they can.
+
+    ``loss_scaling`` is a fixed factor, ``"auto"``, or None for the precision's own habit.
+    """
+    if loss_scaling is None:
+        return None
+    if precision == "32.32":
+        return f"loss_scaling={loss_scaling} makes no sense in precision 32.32: it saves 16-bit gradients from vanishing"
+    if loss_scaling == "auto" and half_type == "bf16":
+        return "loss_scaling=auto makes no sense in bf16, which has the range of 32-bit numbers: it needs fp16, or give a fixed factor"
+    return None
+
+
+def lightning_precision(precision: str, half_type: str = "bf16") -> str:
     """The Trainer's ``precision`` for a resolved name."""
-    return _LIGHTNING[precision]
+    return _LIGHTNING[precision, half_type]
 
 
 def precision_name(trainer_precision: str) -> str | None:
     """The name for a Trainer's ``precision`` (``"bf16-mixed"`` is 16.32); None for one that has no such name."""
-    return next((name for name, theirs in _LIGHTNING.items() if theirs == trainer_precision), None)
+    return next((name for (name, _), theirs in _LIGHTNING.items() if theirs == trainer_precision), None)
 
 
 def _fast_at_bfloat16(accelerator: str) -> bool:

@@ -32,6 +32,7 @@ from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
+from lightning_ipu.strategy import IPUStrategy
 
 __all__ = ["Command", "run_command"]
 
@@ -129,7 +130,7 @@ class CommandLine(LightningCLI):
             {
                 "checkpoint.monitor": VAL_ACCURACY,
                 "checkpoint.mode": "max",
-                "checkpoint.filename": "best-epoch{epoch}-update{step}",
+                "checkpoint.filename": "best-update{step}",
                 "checkpoint.auto_insert_metric_name": False,
             }
         )
@@ -172,8 +173,6 @@ class CommandLine(LightningCLI):
         else:
             config.precision = resolve(config.precision, accelerator="gpu" if accelerator in ("gpu", "cuda") else "cpu")
             self.precision = lightning_precision(config.precision)
-        if config.trainer.limit_val_batches == 0:
-            config.checkpoint.monitor, config.checkpoint.filename = None, "epoch{epoch}-update{step}"
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -193,6 +192,11 @@ class CommandLine(LightningCLI):
         if settings.devices == "auto":
             kwargs["devices"] = 1  # one process serves the whole plan, on the first device of several
 
+        if settings.limit_val_batches == 0 or getattr(self.datamodule, "num_validation_samples", None) == 0:
+            for checkpoint in (config.checkpoint, self.config_init[self.subcommand].checkpoint):
+                if checkpoint.monitor == VAL_ACCURACY:  # which nothing will log: the latest is kept, not the best
+                    checkpoint.monitor, checkpoint.filename = None, "update{step}"
+
         directory = Path(settings.default_root_dir)
         callbacks: list[Callback] = list(settings.callbacks or [])
         if settings.enable_progress_bar is not False and not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
@@ -207,7 +211,12 @@ class CommandLine(LightningCLI):
             callbacks.append(LastCheckpoint(directory / CHECKPOINTS / "last.ckpt", signals=self.signals, settings=kept))
         elif settings.logger in (None, True):
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        if not isinstance(trainer.strategy, IPUStrategy):
+            raise MisconfigurationException(
+                f"trainer.strategy: {type(trainer.strategy).__name__} has no plan; this command runs under IPUStrategy"
+            )
+        return trainer
 
     def begin_output(self, config_yaml: str) -> None:
         """Make room in the output directory, now that a run really begins, and write its configuration.
@@ -241,7 +250,8 @@ class CommandLine(LightningCLI):
         if self.display is None or self.display.validated_at != self.trainer.global_step:
             final.pop(VAL_LOSS, None), final.pop(VAL_ACCURACY, None)
             if self.then_validate and self.trainer.limit_val_batches != 0:
-                final = self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)[0]
+                scores = self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
+                final = scores[0] if scores else {}
         self._close(
             closing_lines(throughput=self.display and self.display.throughput, accuracy=final.get(VAL_ACCURACY), loss=final.get(VAL_LOSS))
         )
@@ -368,6 +378,7 @@ class LastCheckpoint(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.signals.trainer = trainer
+        self.signals.install()  # in place of Lightning's own for SIGTERM, which ends with status 0
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -417,6 +428,7 @@ _CHATTER = (
     "args parameter is intended to run from within Python",
     "Consider setting `persistent_workers=True`",
     "samples are left out of every epoch",  # the table says so
+    "Total length of `list` across ranks is zero",  # no validation was asked for
     "isinstance(treespec, LeafSpec)",  # a note from torch to Lightning
 )
 

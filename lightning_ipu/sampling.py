@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
@@ -23,9 +23,12 @@ _ORDER, _SAMPLE, _EVALUATE, _LOADER, _STREAM = (name_word(name) for name in ("or
 
 def epoch_order(sampler: Sampler, *, seed: int, epoch: int) -> list[Any]:
     """The sampler's order in one epoch, a function of (seed, epoch); the caller's random streams stay as they were."""
-    word = mix(seed, _ORDER, epoch)
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
+    return _order(sampler, mix(seed, _ORDER, epoch))
+
+
+def _order(sampler: Sampler, word: int) -> list[Any]:
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(word)
@@ -53,13 +56,16 @@ class MicroBatchSampler:
 class EvaluationBatchSampler:
     """The user's batch sampler in evaluation, noting how many samples each batch holds: averages are weighted by that."""
 
-    def __init__(self, batches: BatchSampler) -> None:
-        self.batches = batches
+    def __init__(self, batches: BatchSampler, *, seed: int) -> None:
+        self.batches, self.seed = batches, seed
         self.sizes: deque[int] = deque()
 
     def __iter__(self) -> Iterator[tuple[None, list[Any]]]:
         self.sizes.clear()
-        for indices in self.batches:
+        batches = self.batches
+        if type(batches) is BatchSampler:  # a shuffled order draws: the same each time
+            batches = BatchSampler(_order(batches.sampler, mix(self.seed, _EVALUATE)), batches.batch_size, batches.drop_last)
+        for indices in batches:
             indices = list(indices)
             self.sizes.append(len(indices))
             yield None, indices
@@ -78,13 +84,14 @@ def _draws_nothing(dataset: Dataset) -> bool:
 class SeededDataset(Dataset):
     """A map-style data set whose samples' randomness (torch, numpy, Python) is a function of (seed, epoch, index).
 
-    A data set with a method `seeded_batch(indices, *, seed, epoch)` draws whole collated micro-batches by that law itself.
+    A user's `collate_fn` goes on in the stream of the micro-batch's last sample. A data set with a method
+    `seeded_batch(indices, *, seed, epoch)` draws whole collated micro-batches by that law itself.
     """
 
-    def __init__(self, dataset: Dataset, *, seed: int) -> None:
+    def __init__(self, dataset: Dataset, *, seed: int, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
         self.dataset, self.seed = dataset, seed
         self.draws_batches = hasattr(dataset, "seeded_batch")
-        self._pure = _draws_nothing(dataset)
+        self._pure = collate_fn is default_collate and _draws_nothing(dataset)
 
     def __getitems__(self, batch: tuple[int | None, list[Any]]) -> Any:
         epoch, indices = batch
@@ -161,7 +168,7 @@ class TrainingData:
                     f"the sampler {type(loader.sampler).__name__} has no length, so an epoch has none; give it a __len__"
                 ) from None
             self._batches = MicroBatchSampler(loader.sampler, seed=seed, micro_batch_size=loader.batch_size)
-            dataset = SeededDataset(loader.dataset, seed=seed)
+            dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
             self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=self._batches)
 
     @property
@@ -180,6 +187,7 @@ class TrainingData:
         """An IterableDataset's micro-batches; what its own process draws for number k is a function of (seed, epoch, k)."""
         if hasattr(self.user_loader.dataset, "set_epoch"):
             self.user_loader.dataset.set_epoch(epoch)
+        self.loader.generator.manual_seed(mix(self.seed, _LOADER, epoch))  # of which the workers get their seeds
         stream, number = iter(self.loader), 0
         while True:
             with preserved_streams():
@@ -203,6 +211,7 @@ class HostStep:
         self._draw, self.weight_updates, self.taken = draw, weight_updates, 0
         self._current: Any = None
         self._looked = False
+        self.shown = False  # to hooks: Lightning's own transfers, before them, must not take it for a batch
 
     def take(self) -> Any:
         """The next micro-batch, on the device."""
@@ -223,7 +232,7 @@ class HostStep:
 
     @property
     def __class__(self) -> type:
-        return HostStep if self._current is None else type(self._current)
+        return type(self._look()) if self.shown else HostStep
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -250,6 +259,17 @@ class HostStep:
         return function(*map(seen, args), **{name: seen(value) for name, value in (kwargs or {}).items()})
 
 
+def _like_a_tensor(name: str) -> Callable[..., Any]:
+    return lambda self, *others: getattr(self._look(), name)(*others)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):  # Python looks operators up on the type, past __getattr__
+    setattr(HostStep, f"__{_name}__", _like_a_tensor(f"__{_name}__"))
+    setattr(HostStep, f"__r{_name}__", _like_a_tensor(f"__r{_name}__"))
+for _name in ("neg", "lt", "le", "gt", "ge", "float", "int"):
+    setattr(HostStep, f"__{_name}__", _like_a_tensor(f"__{_name}__"))
+
+
 class HostSteps:
     """The training loader as Lightning's loop sees it: as long as the epoch has micro-batches, one handle for each host step.
 
@@ -259,6 +279,7 @@ class HostSteps:
         micro_batches: how many are trained on in an epoch, a multiple of A x R; None for a stream of unknown length.
         begin: called at an epoch's first step; returns (epoch, number of the first micro-batch).
         next_updates: called at each host step; returns how many weight updates it may hold and counts them as begun.
+        count: counts the one weight update of a stream's host step as begun.
         draw: makes a host micro-batch ready for the device, given its number within the host step.
     """
 
@@ -270,10 +291,11 @@ class HostSteps:
         micro_batches: int | None,
         begin: Callable[[], tuple[int, int]],
         next_updates: Callable[[], int],
+        count: Callable[[int], None],
         ready: Callable[[Any, int], Any],
     ) -> None:
         self.data, self.plan, self.micro_batches = data, plan, micro_batches
-        self._begin, self._next_updates, self._ready = begin, next_updates, ready
+        self._begin, self._next_updates, self._count, self._ready = begin, next_updates, count, ready
 
     def __len__(self) -> int:
         if self.micro_batches is None:
@@ -295,14 +317,27 @@ class HostSteps:
                     f"the training data of epoch {epoch} ended before the {self.micro_batches} micro-batches that its length promised"
                 ) from None
 
-        while first < self.micro_batches:
-            yield (host_step := HostStep(draw, self._next_updates()))
-            first += host_step.taken  # fewer than it may hold where a signal ended it
+        try:
+            while first < self.micro_batches:
+                yield (host_step := HostStep(draw, self._next_updates()))
+                first += host_step.taken  # fewer than it may hold where a signal ended it
+        finally:
+            stream = None  # ends the loader's workers, whoever still holds a handle
+
+    @property
+    def _iterator(self) -> Any:
+        """Through this attribute of a DataLoader Lightning ends persistent workers when a fit ends."""
+        return self.data.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: None) -> None:
+        self.data.loader._iterator = value
 
     def _of_stream(self, stream: Iterator[Any]) -> Iterator[HostStep]:
         """Host steps of one weight update: only what is held in memory is known to be a whole update."""
         while len(held := deque(islice(stream, self.plan.micro_batches_per_update))) == self.plan.micro_batches_per_update:
             yield HostStep(lambda number, held=held: self._ready(held.popleft(), number), 1)
+            self._count(1)  # Lightning fetches one ahead here: now it takes up the handle just given
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "data":
@@ -328,10 +363,18 @@ class EvaluationData:
             batches = loader.batch_sampler
             if type(batches) is BatchSampler and batches.drop_last:
                 batches = BatchSampler(loader.sampler, batches.batch_size, drop_last=False)
-            sized = EvaluationBatchSampler(batches)
-            dataset = SeededDataset(loader.dataset, seed=seed)
-            self._sizes, self._guarded = sized.sizes, not dataset._pure
+            sized = EvaluationBatchSampler(batches, seed=seed)
+            dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
+            self._sizes, self._guarded = sized.sizes, not dataset._pure or type(batches) is not BatchSampler
             self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=sized)
+
+    @property
+    def _iterator(self) -> Any:
+        return self.loader._iterator  # as in HostSteps
+
+    @_iterator.setter
+    def _iterator(self, value: None) -> None:
+        self.loader._iterator = value
 
     @property
     def left_out(self) -> int:

@@ -1,71 +1,172 @@
 """Learning-rate schedules counted in weight updates.
 
 A schedule is a function of (k, total): what the base learning rate is multiplied by at weight update k = 0, 1, ..., total - 1 of a
-run of `total`. Nothing else enters, so it cannot depend on micro-batches, replicas, device iterations or epochs.
+run of `total`. Nothing else enters but, where a schedule counts epochs, the weight updates of one: so it cannot depend on micro-batches,
+replicas or device iterations.
+
+All take the same options for their start. The first W = int(warmup_fraction * total) updates rise evenly from 1 / (W + 1), so that none
+is spent at 0 and update W is the first at the full rate. In warmup_mode "shift" the decay begins after them, in "mask" it has begun
+with the run and the rise is laid over it. A staircase holds the rate, warm-up included, from an epoch's first update to its last.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+WARMUP_MODES = ("shift", "mask")
 
-def constant(k: int, total: int) -> float:
+
+def constant(k: int, total: int, **start: Any) -> float:
     """The base learning rate throughout."""
-    return 1.0
+    return _start(k, total, **start)[0]
 
 
 def stepped(
-    k: int, total: int, *, decay_values: Sequence[float] = (1.0, 0.1, 0.01), decay_fractions: Sequence[float] = (0.5, 0.75)
+    k: int,
+    total: int,
+    *,
+    decay_values: Sequence[float] = (1.0, 0.1, 0.01),
+    decay_fractions: Sequence[float] = (0.5, 0.75),
+    **start: Any,
 ) -> float:
     """decay_values[i], where i counts the fractions f of the run with k > int(f * total).
 
     The comparison is that of Graphcore's PopART ResNet: update int(f * total), counted from 0, is the last before the drop.
     """
-    return decay_values[sum(k > int(fraction * total) for fraction in decay_fractions)]
+    rise, k, _ = _start(k, total, **start)
+    return rise * decay_values[sum(k > _updates(fraction, total) for fraction in decay_fractions)]
 
 
-def linear(k: int, total: int, *, warmup_fraction: float = 0.2, final_fraction: float = 0.02) -> float:
+def linear(k: int, total: int, *, warmup_fraction: float = 0.2, final_fraction: float = 0.02, **decay: Any) -> float:
     """Warm up, then fall in a straight line to final_fraction, reached after the last update."""
-    rise, progress = _warmup(k, total, warmup_fraction)
+    rise, progress = _decay(k, total, warmup_fraction=warmup_fraction, **decay)
     return rise * (1 + (final_fraction - 1) * progress)
 
 
-def cosine(k: int, total: int, *, warmup_fraction: float = 0.2, final_fraction: float = 0.02) -> float:
+def cosine(k: int, total: int, *, warmup_fraction: float = 0.2, final_fraction: float = 0.02, **decay: Any) -> float:
     """Warm up, then fall along half a cosine to final_fraction, reached after the last update (https://arxiv.org/abs/1608.03983)."""
-    rise, progress = _warmup(k, total, warmup_fraction)
+    rise, progress = _decay(k, total, warmup_fraction=warmup_fraction, **decay)
     return rise * (final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def _warmup(k: int, total: int, fraction: float) -> tuple[float, float]:
-    """How far the learning rate has risen at update k, and which part of the time after warm-up is over; both from 0 to 1.
+def polynomial(
+    k: int, total: int, *, warmup_fraction: float = 0.2, final_fraction: float = 0.02, power: float = 2.0, **decay: Any
+) -> float:
+    """Warm up, then fall to final_fraction, reached after the last update, as a power of the time that is left."""
+    rise, progress = _decay(k, total, warmup_fraction=warmup_fraction, **decay)
+    return rise * (final_fraction + (1 - final_fraction) * (1 - progress) ** power)
 
-    The first W = int(fraction * total) updates rise evenly from 1 / (W + 1), so that none is spent at 0 and update W is the first at
-    the full rate.
+
+def exponential(
+    k: int,
+    total: int,
+    *,
+    warmup_fraction: float = 0.2,
+    final_fraction: float = 0.02,
+    decay_rate: float | None = None,
+    updates_per_epoch: float | None = None,
+    **decay: Any,
+) -> float:
+    """Warm up, then fall by the same factor with every update: to final_fraction after the last, or by decay_rate with every epoch."""
+    decay |= {"warmup_fraction": warmup_fraction, "updates_per_epoch": updates_per_epoch}
+    if decay_rate is None:
+        rise, progress = _decay(k, total, **decay)
+        return rise * final_fraction**progress
+    rise, k, _ = _start(k, total, **decay)
+    return rise * decay_rate ** (k / updates_per_epoch)
+
+
+def _start(
+    k: int,
+    total: int,
+    *,
+    warmup_fraction: float = 0.0,
+    warmup_mode: str = "shift",
+    staircase: bool = False,
+    updates_per_epoch: float | None = None,
+) -> tuple[float, int, int]:
+    """How far the rate has risen at update k (0 to 1), the update that the decay stands at, and how many come before the decay."""
+    if staircase:
+        k = math.floor(k // updates_per_epoch * updates_per_epoch)
+    warmup = _updates(warmup_fraction, total) if warmup_fraction else 0
+    rise = (k + 1) / (warmup + 1) if k < warmup else 1.0
+    if warmup_mode == "mask":
+        return rise, k, 0
+    return rise, max(0, k - warmup), warmup
+
+
+def _decay(k: int, total: int, *, decay_fraction: float | None = None, **start: Any) -> tuple[float, float]:
+    """How far the rate has risen at update k, and which part of the decay is over; both from 0 to 1.
+
+    The decay lasts int(decay_fraction * total) updates, or from its beginning to the end of the run.
     """
-    updates = int(fraction * total)
-    if k < updates:
-        return (k + 1) / (updates + 1), 0.0
-    return 1.0, min(1.0, (k - updates) / (total - updates))
+    rise, k, before = _start(k, total, **start)
+    length = total - before if decay_fraction is None else _updates(decay_fraction, total)
+    return rise, min(1.0, k / length) if length > 0 else 1.0
 
 
-SCHEDULES: dict[str, Callable[..., float]] = {"const": constant, "stepped": stepped, "linear": linear, "cosine": cosine}
+def _updates(fraction: float, total: int) -> int:
+    """int(fraction * total), had the product no rounding error: 0.29 of 100 updates are 29."""
+    return math.floor(round(fraction * total, 6))
 
 
-def check_schedule(kind: str, **options: float | Sequence[float]) -> None:
-    """Raise ValueError where `kind` is no schedule, does not take one of the options, or an option's value makes no sense."""
+SCHEDULES: dict[str, Callable[..., float]] = {
+    "const": constant,
+    "stepped": stepped,
+    "linear": linear,
+    "cosine": cosine,
+    "polynomial": polynomial,
+    "exponential": exponential,
+}
+
+_INFERRED = "updates_per_epoch"  # given by build_schedule, not by its caller's options
+
+
+def _options(function: Callable[..., Any]) -> list[str]:
+    """Names of a schedule's keyword options, those that it passes on included."""
+    parameters = inspect.signature(function).parameters
+    names = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    passed_to = {"start": _start, "decay": _decay}
+    onward = [option for name in parameters if name in passed_to for option in _options(passed_to[name])]
+    return list(dict.fromkeys(name for name in names + onward if name != _INFERRED))
+
+
+def check_schedule(kind: str, **options: Any) -> None:
+    """Raise ValueError where `kind` is no schedule, does not take one of the options, or an option's value makes no sense.
+
+    Beside a schedule's own options, warmup_epochs and decay_epochs may stand for warmup_fraction and decay_fraction.
+    """
     if kind not in SCHEDULES:
         raise ValueError(f"schedule={kind!r} is unknown: choose from {', '.join(SCHEDULES)}")
-    taken = list(inspect.signature(SCHEDULES[kind]).parameters)[2:]
+    taken = _options(SCHEDULES[kind])
     for name, value in options.items():
-        if name not in taken:
-            raise ValueError(f"{name}={value} means nothing to schedule={kind!r}, which takes {', '.join(taken) or 'no options'}")
+        same = name.replace("_epochs", "_fraction")
+        if same not in taken:
+            raise ValueError(f"{name}={value} means nothing to schedule={kind!r}, which takes {', '.join(taken)}")
+        if same != name and same in options:
+            raise ValueError(f"{name}={value} and {same}={options[same]} say the same thing; give one of them")
+        if same != name and not value >= 0:
+            raise ValueError(f"{name}={value} must be at least 0")
     if not 0 <= (warmup := options.get("warmup_fraction", 0)) < 1:
         raise ValueError(f"warmup_fraction={warmup} must be at least 0 and below 1")
     if not 0 <= (final := options.get("final_fraction", 0)) <= 1:
         raise ValueError(f"final_fraction={final} must lie between 0 and 1")
+    if not 0 < (decay := options.get("decay_fraction", 1)) <= 1:
+        raise ValueError(f"decay_fraction={decay} must be above 0 and at most 1")
+    if (mode := options.get("warmup_mode", "shift")) not in WARMUP_MODES:
+        raise ValueError(f"warmup_mode={mode!r} is unknown: choose from {', '.join(WARMUP_MODES)}")
+    if not 0 < (power := options.get("power", 1)) < math.inf:
+        raise ValueError(f"power={power} must be above 0")
+    if "decay_rate" in options:
+        if not 0 < options["decay_rate"] <= 1:
+            raise ValueError(f"decay_rate={options['decay_rate']} must be above 0 and at most 1")
+        for name in ("final_fraction", "decay_fraction", "decay_epochs"):
+            if name in options:
+                raise ValueError(f"decay_rate={options['decay_rate']} and {name}={options[name]} exclude each other; give one of them")
     if kind == "stepped":
         defaults = inspect.signature(stepped).parameters
         values = options.get("decay_values", defaults["decay_values"].default)
@@ -78,20 +179,34 @@ def check_schedule(kind: str, **options: float | Sequence[float]) -> None:
             raise ValueError(f"decay_fractions={list(fractions)} must rise from 0 to 1")
 
 
-def build_schedule(optimizer: Optimizer, kind: str, *, total: int | float, **options: float | Sequence[float]) -> LambdaLR:
+def build_schedule(
+    optimizer: Optimizer, kind: str, *, total: int | float, updates_per_epoch: int | float | None = None, **options: Any
+) -> LambdaLR:
     """A torch scheduler, to be stepped after every weight update, that follows one of `SCHEDULES`.
 
     Args:
         optimizer: the learning rates it has now are the base rates.
         kind: a name in `SCHEDULES`.
-        total: weight updates in the run; infinite only for "const".
-        **options: the keyword arguments of that schedule's function.
+        total: weight updates in the run; infinite only for "const" without warm-up.
+        updates_per_epoch: needed only by options that count epochs: staircase, warmup_epochs, decay_epochs and decay_rate.
+        **options: the keyword arguments of that schedule's function; see `check_schedule`.
 
     Raises:
-        ValueError: see `check_schedule`; or a run of unknown length.
+        ValueError: see `check_schedule`; or a run of unknown length; or an epoch of unknown length.
     """
     check_schedule(kind, **options)
-    if kind != "const" and not (math.isfinite(total) and total > 0):
+    rises = options.get("warmup_fraction") or options.get("warmup_epochs")
+    if (kind != "const" or rises) and not (math.isfinite(total) and total > 0):
         raise ValueError(f"schedule={kind!r} needs the length of the run, not {total} weight updates: set max_epochs or max_steps")
+    counting_epochs = [name for name in ("staircase", "warmup_epochs", "decay_epochs", "decay_rate") if options.get(name)]
+    if counting_epochs and not (updates_per_epoch and math.isfinite(updates_per_epoch)):
+        raise ValueError(f"{counting_epochs[0]}={options[counting_epochs[0]]} needs epochs of a known length")
+    for name in ("warmup", "decay"):
+        if f"{name}_epochs" in options:
+            epochs = options.pop(f"{name}_epochs")
+            updates = math.floor(round(epochs * updates_per_epoch, 6)) if epochs else 0
+            if not updates < total + (name == "decay"):
+                raise ValueError(f"{name}_epochs={epochs} are {updates} weight updates, and the run has {total}")
+            options[f"{name}_fraction"] = updates / total if updates else 0.0
     factor = SCHEDULES[kind]
-    return LambdaLR(optimizer, lambda k: factor(k, total, **options))
+    return LambdaLR(optimizer, lambda k: factor(k, total, updates_per_epoch=updates_per_epoch, **options))

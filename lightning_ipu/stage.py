@@ -72,7 +72,7 @@ def recompute_blocks(module: nn.Module, recompute: bool | list[str]) -> list[str
     A list holds regular expressions, each of which must match the full names of some submodules.
 
     Raises:
-        PlanError: a pattern that matches nothing, or True for a network without such blocks.
+        PlanError: a pattern that is no regular expression or matches nothing, or True for a network without such blocks.
     """
     names = {name: child for name, child in module.named_modules() if name}
     if recompute is True:
@@ -84,7 +84,10 @@ def recompute_blocks(module: nn.Module, recompute: bool | list[str]) -> list[str
         return []
     chosen: set[str] = set()
     for pattern in recompute:
-        matches = {name for name in names if re.fullmatch(pattern, name)}
+        try:
+            matches = {name for name in names if re.fullmatch(pattern, name)}
+        except re.error as error:
+            raise PlanError(f"recompute pattern {pattern!r} is no regular expression: {error}") from None
         if not matches:
             raise PlanError(f"recompute pattern {pattern!r} matches none of the submodules {', '.join(list(names)[:12])}, ...")
         chosen |= matches

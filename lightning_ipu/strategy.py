@@ -7,6 +7,8 @@ step in a tight loop and then moves Lightning's counters, learning-rate schedule
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -43,7 +45,7 @@ SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped":
 
 _UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_TRANSFER, _EVALUATION = name_word("transfer"), name_word("evaluation step")
+_TRANSFER, _STEP, _EVALUATION = (name_word(name) for name in ("transfer", "step", "evaluation"))
 
 
 @dataclass
@@ -194,14 +196,13 @@ class IPUStrategy(DDPStrategy):
             self.setup_precision_plugin()
 
     def _own_transfer(self) -> None:
-        """Keep Lightning's transfer hooks off the handles; the strategy calls them for every micro-batch."""
+        """Keep Lightning's transfer hooks off the handles; the strategy calls them for every micro-batch, under seeds of its own."""
         module = self.lightning_module
-        before = type(module)._on_before_batch_transfer
-        object.__setattr__(
-            module,
-            "_on_before_batch_transfer",
-            lambda batch, dataloader_idx=0: batch if type(batch) is HostStep else before(module, batch, dataloader_idx),
-        )
+        self._before_transfer = partial(type(module)._on_before_batch_transfer, module)
+        object.__setattr__(module, "_on_before_batch_transfer", lambda batch, dataloader_idx=0: batch)
+        selector = module.trainer._data_connector._datahook_selector
+        self._user_transfers = any(is_overridden(hook, selector.get_instance(hook)) for hook in _TRANSFER_HOOKS)
+        self._transfers = self._user_transfers or self.root_device.type != "cpu" or type(self.precision_plugin) is DoublePrecision
 
     def _own_schedules(self) -> None:
         """Take the learning-rate schedules that step per weight update over from Lightning, which would step them per host step."""
@@ -281,6 +282,7 @@ class IPUStrategy(DDPStrategy):
             micro_batches=micro_batches,
             begin=self._begin_epoch,
             next_updates=self._begin_host_step,
+            count=self._count_host_step,
             ready=self._ready,
         )
 
@@ -302,20 +304,29 @@ class IPUStrategy(DDPStrategy):
         if self._events is None:
             self._events = events_of(trainer, self.plan, self.progress.updates_per_epoch)
             self._announce()
-        interval = validation_interval(trainer, self.progress.updates_per_epoch)
-        if interval is not None:
-            trainer.val_check_batch = interval * self.plan.micro_batches_per_update  # Lightning compares it with micro-batches
-        selector = trainer._data_connector._datahook_selector
-        self._transfers = (
-            self.root_device.type != "cpu"
-            or type(self.precision_plugin) is DoublePrecision
-            or any(is_overridden(hook, selector.get_instance(hook)) for hook in _TRANSFER_HOOKS)
-        )
+        self._own_validation_interval(trainer)
         self._recorder.begin_epoch()
         self.progress.updates_done = first // self.plan.micro_batches_per_update
         self._row: dict[str, float] = {}
         self._logged_in_epoch = False
         return trainer.current_epoch, first
+
+    def _own_validation_interval(self, trainer: Trainer) -> None:
+        """Lightning compares the interval with micro-batches, and sets it anew, in its own way, with every training loader."""
+        interval = validation_interval(trainer, self.progress.updates_per_epoch)
+        if interval is not None:
+            trainer.val_check_batch = interval * self.plan.micro_batches_per_update
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self.lightning_module.trainer
+        loaders = trainer.fit_loop._combined_loader
+        if not isinstance(loaders.iterables, HostSteps):
+            raise PlanError(
+                f"train_dataloader gave several training loaders ({len(loaders.flattened)} in a {type(loaders.iterables).__name__});"
+                " IPUStrategy needs exactly one: join the data sets, e.g. with torch.utils.data.StackDataset or ConcatDataset"
+            )
+        self._own_validation_interval(trainer)
 
     def _announce(self) -> None:
         if self.progress.samples_left_out:
@@ -330,10 +341,13 @@ class IPUStrategy(DDPStrategy):
         """Called when Lightning draws a host step: its weight updates, counted at once in Lightning's numbers of micro-batches."""
         trainer = self.lightning_module.trainer
         updates = self._events.updates_until_due(run_update=trainer.global_step, epoch_update=self.progress.updates_done)
+        self._count_host_step(updates)
+        return updates
+
+    def _count_host_step(self, updates: int) -> None:
         extra = updates * self.plan.micro_batches_per_update - 1  # Lightning itself counts the handle as one
         self._move_batch_progress(extra)
-        trainer.fit_loop._data_fetcher.fetched += extra
-        return updates
+        self.lightning_module.trainer.fit_loop._data_fetcher.fetched += extra
 
     def _move_batch_progress(self, micro_batches: int) -> None:
         progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
@@ -353,12 +367,26 @@ class IPUStrategy(DDPStrategy):
         rest = number % self.plan.micro_batches_per_update
         place = trainer.global_step, *divmod(rest, self.plan.gradient_accumulation_factor)
         seed_all(mix(self.seed, _TRANSFER, *place), self.root_device)
-        batch = module._on_before_batch_transfer(batch)
+        batch = self._before_transfer(batch)
         return module._apply_batch_transfer_handler(batch, device=self.root_device, dataloader_idx=0)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        return batch if type(batch) is HostStep else super().batch_to_device(batch, device, dataloader_idx)
+        if type(batch) is HostStep:
+            batch.shown = True
+            return batch
+        if not self._user_transfers:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with self._evaluation_randomness(_TRANSFER):
+            return super().batch_to_device(self._before_transfer(batch, dataloader_idx=dataloader_idx), device, dataloader_idx)
+
+    @contextmanager
+    def _evaluation_randomness(self, purpose: int) -> Iterator[None]:
+        """Seed what is drawn for a batch of an evaluation or prediction from (seed, purpose, number of the batch)."""
+        number = self.lightning_module.trainer._active_loop.batch_progress.current.completed
+        with preserved_streams(self.root_device):
+            seed_all(mix(self.seed, _EVALUATION, purpose, number), self.root_device)
+            yield
 
     # ---- Training -----------------------------------------------------------------------------------------------------------
 
@@ -391,8 +419,7 @@ class IPUStrategy(DDPStrategy):
                     if progress.stop_signal is not None:
                         break
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
-            if progress.updates_per_epoch is not None:
-                self._move_batch_progress((progress.updates_done - first_update - handle.weight_updates) * per_update + 1)
+            self._move_batch_progress((progress.updates_done - first_update - handle.weight_updates) * per_update + 1)
             epoch_loop.batch_progress.is_last_batch = False
             raise
         done += 1
@@ -403,9 +430,7 @@ class IPUStrategy(DDPStrategy):
     def _settle(self, trainer: Trainer, epoch_loop: Any, handle: HostStep, done: int) -> None:
         """Bring Lightning's counters and logs to where they would be had its loop made these weight updates one by one."""
         per_update = self.plan.micro_batches_per_update
-        if self.progress.updates_per_epoch is None:  # a stream: its host steps could not be counted when they were drawn
-            self._move_batch_progress(done * per_update - 1)
-        elif done < handle.weight_updates:  # stopped by a signal: what was not trained on is still to come
+        if done < handle.weight_updates:  # stopped by a signal: what was not trained on is still to come
             undone = (done - handle.weight_updates) * per_update
             self._move_batch_progress(undone)
             fetcher = trainer.fit_loop._data_fetcher
@@ -436,6 +461,11 @@ class IPUStrategy(DDPStrategy):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluation_step("test_step", *args, **kwargs)
 
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_randomness(_STEP):
+            return super().predict_step(*args, **kwargs)
+
     def _evaluation_step(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
         """Run the user's step on one batch of an evaluation; what it logs is told to Lightning at the loader's end."""
         module = self.lightning_module
@@ -443,17 +473,18 @@ class IPUStrategy(DDPStrategy):
         if batch_idx == 0 or "recorder" not in self._evaluation:
             self._evaluation = {"recorder": LogRecorder(module)}
         recorder: LogRecorder = self._evaluation["recorder"]
-        one_by_one = loop._is_sequential
+        step = getattr(super(), name)
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            return step(batch)  # the step draws its batches itself and must give their sizes to self.log
+        one_by_one = loop._is_sequential and loop.max_batches[dataloader_idx] != float("inf")
         loader = loop._combined_loader.flattened[dataloader_idx]
         recorder.weight = getattr(loader, "size", None) if one_by_one and isinstance(loader, EvaluationData) else None
-        step = getattr(super(), name)
         arguments = [batch]
         if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2):
             arguments.append(batch_idx)
-        if loop.num_dataloaders > 1 and one_by_one:
+        if loop.num_dataloaders > 1 and loop._is_sequential:
             arguments.append(dataloader_idx)
-        with preserved_streams(self.root_device), recorder.recording():
-            seed_all(mix(self.seed, _EVALUATION, dataloader_idx, batch_idx), self.root_device)
+        with self._evaluation_randomness(_STEP), recorder.recording():
             output = step(*arguments)
         last = batch_idx + 1 >= loop.max_batches[dataloader_idx] if one_by_one else True
         if last or recorder.weight is None or recorder.wants_steps:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from pytorch_lightning import LightningModule
@@ -43,13 +44,23 @@ class _Average:
         self.weighted += value * weight
         self.weight += weight
         self.total += value
-        self.low, self.high = min(self.low, value), max(self.high, value)
+        if value == value:
+            self.low, self.high = min(self.low, value), max(self.high, value)
+        else:
+            self.low = self.high = value  # NaN stays, as in torch.minimum
 
     def reduced(self, kind: str) -> float:
         """The value under Lightning's `reduce_fx`: mean (over samples), or sum, min or max (over calls); it refuses any other itself."""
         if kind == "mean":
             return self.weighted / self.weight
         return {"sum": self.total, "min": self.low, "max": self.high}[kind]
+
+
+class _Forwarded(NamedTuple):
+    """A torchmetrics Metric that was logged, and what its last forward gave: the value of that step."""
+
+    metric: Metric
+    step: torch.Tensor | None
 
 
 class LogRecorder:
@@ -80,12 +91,17 @@ class LogRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Take the place of `module.log`."""
-        object.__setattr__(self.module, "log", self.log)
+        """Take the place of `LightningModule.log` for the module, below a `log` of its own."""
+        original = LightningModule.log
+
+        def log(module: LightningModule, *arguments: Any, **options: Any) -> None:
+            (self.log if module is self.module else partial(original, module))(*arguments, **options)
+
+        LightningModule.log = log
         try:
             yield
         finally:
-            object.__delattr__(self.module, "log")
+            LightningModule.log = original
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """Write down one call of `self.log`; same parameters as LightningModule.log."""
@@ -93,11 +109,14 @@ class LogRecorder:
             return
         if arguments:
             options.update(zip(_OPTIONS, arguments, strict=False))
+        self.latest[name] = value
         if isinstance(value, torch.Tensor):
-            value = value.detach()
+            self.latest[name] = value = value.detach().clone()  # it may be changed in place, a parameter by the optimizer
+        elif isinstance(value, Metric):
+            value = _Forwarded(value, value._forward_cache)
+            self.latest[name] = value.step
         weight = options.pop("batch_size", None)
         self._records.append((self.hook, name, value, options, self.weight if weight is None else weight, self.update))
-        self.latest[name] = value
 
     @property
     def wants_steps(self) -> bool:
@@ -136,8 +155,12 @@ class LogRecorder:
 
     def _tell(self, hook: str, name: str, records: list[tuple[Any, float | None, int]], rows: list[dict[str, float]]) -> None:
         options = self._options[hook, name]
-        if isinstance(records[-1][0], Metric):
-            LightningModule.log(self.module, name, records[-1][0], **options)
+        if isinstance(records[-1][0], _Forwarded):
+            LightningModule.log(self.module, name, records[-1][0].metric, **options)
+            meta = self._result_of(hook, name, options).meta
+            for value, _, update in records:
+                if meta.on_step and meta.logger and value.step is not None:
+                    rows[update][meta.forked_name(on_step=True)] = float(value.step)
             return
         weights = [weight for _, weight, _ in records]
         if None in weights:  # a loader that does not tell its batch sizes: Lightning's own guess, call by call
@@ -160,9 +183,7 @@ class LogRecorder:
         result = self._results.get((hook, name))
         if result is None:
             LightningModule.log(self.module, name, last, batch_size=1, **options)
-            results = self.module.trainer._results
-            suffix = f".{results.dataloader_idx}" if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None else ""
-            result = self._results[hook, name] = results[f"{hook}.{name}{suffix}"]
+            result = self._results[hook, name] = self._result_of(hook, name, options)
         else:  # known to Lightning in this epoch, its options checked: only the value is new
             result.update(last, 1)
         if result.meta.on_epoch:
@@ -175,6 +196,12 @@ class LogRecorder:
         if result.meta.on_step and result.meta.logger:
             for update, step in steps.items():
                 rows[update][result.meta.forked_name(on_step=True)] = step
+
+    def _result_of(self, hook: str, name: str, options: dict[str, Any]) -> Any:
+        """Where Lightning keeps what was logged under a name."""
+        results = self.module.trainer._results
+        suffix = f".{results.dataloader_idx}" if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None else ""
+        return results[f"{hook}.{name}{suffix}"]
 
 
 def _floats(name: str, values: list[Any]) -> list[float]:

@@ -230,7 +230,7 @@ def test_a_short_run_trains_validates_and_its_config_replays_it(run):
     )
     assert closing and "Traceback" not in errors and "Tip" not in errors and "GPU" not in errors
     assert files(".") == {f"results/{name}" for name in ("config.yaml", "metrics.csv", ".lock", "checkpoints/last.ckpt")} | {
-        "results/checkpoints/best-epoch0-update8.ckpt"
+        "results/checkpoints/best-update8.ckpt"
     }
 
     with open("results/metrics.csv", newline="") as file:
@@ -291,6 +291,17 @@ def test_no_validation_trains_every_epoch_and_the_stages_change_no_number(run):
     assert status == 0 and same(weights("one/checkpoints/last.ckpt"), weights("two/checkpoints/last.ckpt"))
 
 
+def test_without_held_out_images_there_is_no_validation_and_the_latest_checkpoint_is_kept(run):
+    status, output, errors = run(*TINY[:-2], "--validation-split", "0", "--synthetic-data", "ipu", "--epochs", "1")
+    assert status == 0 and "val" not in output.split("epoch 1/")[1] and "warning" not in errors
+    assert {"results/checkpoints/last.ckpt", "results/checkpoints/update8.ckpt"} <= files(".")
+
+
+def test_a_strategy_without_a_plan_is_refused(run):
+    status, _, errors = run("fit", "--data.dataset=SAMPLE", "--trainer.strategy=auto", "--trainer.accelerator=cpu")
+    assert status == 2 and re.match("resnet_ipu: error: trainer.strategy: .* has no plan; this command runs under IPUStrategy", errors)
+
+
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_example_configurations_train(run, config):
     limits = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
@@ -340,15 +351,16 @@ def test_only_errors_raised_on_purpose_lose_their_traceback():
     assert _is_meant_for_people(caught(lambda: open("/nowhere/file")))
 
 
-def test_ctrl_c_ends_at_a_weight_update_with_a_checkpoint_and_status_130(tmp_path):
+@pytest.mark.parametrize(("number", "status", "again"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "the signal")])
+def test_a_signal_ends_at_a_weight_update_with_a_checkpoint_and_status_128_more(tmp_path, number, status, again):
     line = ["-m", "resnet_ipu", *TINY[:6], "--epochs", "1000", "--batches-per-step", "60"]
     running = process(*line, cwd=tmp_path)
     for shown in running.stdout:
         if shown.startswith("epoch 1/"):
             break
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     output, errors = running.communicate(timeout=60)
-    assert running.returncode == 130 and "Traceback" not in errors
+    assert running.returncode == status and "Traceback" not in errors
     said = re.search(r"stopped after (\d+) weight updates; the state is saved in results/checkpoints/last\.ckpt", output)
-    assert said and "then saving (Ctrl-C again ends at once)" in output
+    assert said and f"then saving ({again} again ends at once)" in output
     assert torch.load(tmp_path / "results/checkpoints/last.ckpt")["global_step"] == int(said[1]) >= 62

@@ -24,29 +24,37 @@ class ReplicaBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._floats = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-        self._others = [buffer for buffer in module.buffers() if not buffer.is_floating_point()]
+        # By place, not by tensor: a forward may put a new tensor in a buffer's place.
+        self._places = [(owner, name) for owner in module.modules() for name in owner._buffers]
 
     def begin_update(self) -> None:
-        self._common = [buffer.clone() for buffer in self._floats], [buffer.clone() for buffer in self._others]
-        self._sums: list[torch.Tensor] | None = None
+        held = [(owner, name) for owner, name in self._places if owner._buffers[name] is not None]
+        self._floats = [(owner, name) for owner, name in held if owner._buffers[name].is_floating_point()]
+        self._others = [(owner, name) for owner, name in held if not owner._buffers[name].is_floating_point()]
+        self._common = [buffer.clone() for buffer in _at(self._floats)], [buffer.clone() for buffer in _at(self._others)]
+        self.moves: list[torch.Tensor] | None = None
 
     def begin_replica(self) -> None:
-        _copy(self._floats, self._common[0])
-        _copy(self._others, self._common[1])
+        _copy(_at(self._floats), self._common[0])
+        _copy(_at(self._others), self._common[1])
 
     def end_replica(self) -> None:
         # Sums of differences, so that a buffer that no replica changes keeps its value to the last bit.
-        moved = [buffer - common for buffer, common in zip(self._floats, self._common[0], strict=True)]
-        self._sums = moved if self._sums is None else [total + move for total, move in zip(self._sums, moved, strict=True)]
+        moved = [buffer - common for buffer, common in zip(_at(self._floats), self._common[0], strict=True)]
+        self.moves = moved if self.moves is None else [total + move for total, move in zip(self.moves, moved, strict=True)]
 
     def end_update(self, replicas: int) -> None:
-        _copy(self._floats, [common + total / replicas for common, total in zip(self._common[0], self._sums, strict=True)])
+        _copy(_at(self._floats), [common + total / replicas for common, total in zip(self._common[0], self.moves, strict=True)])
+
+
+def _at(places: list[tuple[nn.Module, str]]) -> list[torch.Tensor]:
+    return [owner._buffers[name] for owner, name in places]
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
-        torch._foreach_copy_(targets, sources)
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
 
 
 class LocalEngine:
@@ -86,6 +94,7 @@ class LocalEngine:
         self._randomness, self._hooks, self._on_micro_batch = randomness, hooks, on_micro_batch
         self._zero_grad, self._backward, self._clip = zero_grad or optimizer.zero_grad, backward, clip
         self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 else None
+        self._replicas = range(plan.replication_factor)  # those that run here
 
     def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Make one weight update.
@@ -98,38 +107,24 @@ class LocalEngine:
         Returns:
             The last micro-batch's loss and whatever else its step returned.
         """
-        plan, hooks = self._plan, self._hooks
-        replicas, accumulation = plan.replication_factor, plan.gradient_accumulation_factor
-        number, buffers, gradients = first_micro_batch, self._buffers, None
+        hooks, buffers, gradients = self._hooks, self._buffers, None
         for hook in hooks["before_zero_grad"]:
             hook(self._optimizer)
         self._zero_grad()
         if buffers:
             buffers.begin_update()
 
-        for replica in range(replicas):
+        for replica in self._replicas:
             if buffers:
                 buffers.begin_replica()
-            for micro_batch in range(accumulation):
-                loss, extra = self._forward(take(), number, update, replica, micro_batch)
-                scaled = loss / plan.micro_batches_per_update if plan.micro_batches_per_update > 1 else loss
-                if number == first_micro_batch:
-                    for hook in hooks["before_backward"]:
-                        hook(scaled)
-                if self._backward is None:
-                    scaled.backward()
-                else:
-                    self._backward(scaled)
-                loss = loss.detach()
-                del scaled
-                number += 1
-                self._on_micro_batch()
+            loss, extra = self._run_replica(take, update, replica, first_micro_batch + replica * self._plan.gradient_accumulation_factor)
             if buffers:
                 buffers.end_replica()
                 gradients = self._add_gradients(gradients)
 
         if buffers:
-            buffers.end_update(replicas)
+            gradients = self._gather(gradients, buffers.moves)
+            buffers.end_update(self._plan.replication_factor)
             for parameter, gradient in zip(self._parameters(), gradients, strict=True):
                 parameter.grad = gradient
         for hook in hooks["after_backward"]:
@@ -140,6 +135,28 @@ class LocalEngine:
             self._clip()
         self._optimizer.step()
         return loss, extra
+
+    def _run_replica(self, take: Callable[[], Any], update: int, replica: int, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Add up the gradients of a replica's micro-batches, of which the first has this number in the epoch."""
+        share = self._plan.micro_batches_per_update
+        for micro_batch in range(self._plan.gradient_accumulation_factor):
+            loss, extra = self._forward(take(), number + micro_batch, update, replica, micro_batch)
+            scaled = loss / share if share > 1 else loss
+            if replica == self._replicas.start and micro_batch == 0:
+                for hook in self._hooks["before_backward"]:
+                    hook(scaled)
+            if self._backward is None:
+                scaled.backward()
+            else:
+                self._backward(scaled)
+            loss = loss.detach()
+            del scaled
+            self._on_micro_batch()
+        return loss, extra
+
+    def _gather(self, gradients: list[torch.Tensor | None], moves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Add what replicas elsewhere have summed, to `moves` in place: none run elsewhere."""
+        return gradients
 
     def _forward(self, batch: Any, number: int, update: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:
         self._randomness.begin(update, replica, micro_batch)

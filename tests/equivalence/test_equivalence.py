@@ -19,7 +19,10 @@ normed = partial(blocks, norm=True)
 
 
 def cosine(module, optimizer):
-    return {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, module.trainer.estimated_stepping_batches), "interval": "step"}
+    return {
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, module.trainer.estimated_stepping_batches),
+        "interval": "step",
+    }
 
 
 def entropy(network, sample):
@@ -35,9 +38,7 @@ def plain_run(module: Net, dataset, *, replicas: int, accumulation: int, make_op
     micro_batches = [dataset[indices] for indices in module.seen]
     updates = len(micro_batches) // (replicas * accumulation)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, updates)
-    course = train(
-        reference.network, optimizer, entropy, micro_batches, replicas=replicas, accumulation=accumulation, schedule=schedule
-    )
+    course = train(reference.network, optimizer, entropy, micro_batches, replicas=replicas, accumulation=accumulation, schedule=schedule)
     return reference, optimizer, course
 
 
@@ -159,9 +160,7 @@ def test_loader_workers_leave_every_bit_alone(plan):
     runs = []
     for options in ({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}):
         module = net()
-        trainer = fit(
-            module, loader(Augmented(48), 4, shuffle=True, **options), loader(Augmented(10), 4, **options), max_epochs=2, **plan
-        )
+        trainer = fit(module, loader(Augmented(48), 4, shuffle=True, **options), loader(Augmented(10), 4, **options), max_epochs=2, **plan)
         runs.append((module, trainer.callback_metrics["val_loss"].item()))
     for module, val_loss in runs[1:]:
         assert equal_states(module, runs[0][0]) and module.losses == runs[0][0].losses and module.seen == runs[0][0].seen
@@ -180,7 +179,9 @@ def test_recomputation_leaves_every_bit_alone(plan, recompute):
 
 
 @pytest.mark.parametrize(
-    "stages", [{"pipeline_splits": ["network.0.1", "network.1"]}, {"num_stages": 3}, {"num_stages": 2, "pipeline_schedule": "GPipe"}], ids=str
+    "stages",
+    [{"pipeline_splits": ["network.0.1", "network.1"]}, {"num_stages": 3}, {"num_stages": 2, "pipeline_schedule": "GPipe"}],
+    ids=str,
 )
 def test_stages_leave_every_bit_alone(stages):
     network = partial(blocks, norm=True, dropout=0.5)
