@@ -202,7 +202,9 @@ class Universes:
                 flat = (flat * self.cells).add(position.to(torch.int32))
             counted = torch.bincount(flat.view(-1), minlength=self.cells**3)
             if (most := int(counted.max())) > torch.iinfo(torch.int16).max:
-                raise ValueError(f"universe {index} has a voxel of {most:,} particles, more than int16 holds: lower voxel_size or oversample")
+                raise ValueError(
+                    f"universe {index} has a voxel of {most:,} particles, more than int16 holds: lower voxel_size or oversample"
+                )
             counts[:, column] = counted
         return counts.view(self.cells, self.cells, self.cells, len(REDSHIFTS))
 
@@ -211,6 +213,13 @@ def to_physical(targets: np.ndarray | Tensor, *, spread: float) -> np.ndarray | 
     """Parameters (..., 4) in physical units of targets from -1 to 1."""
     centre = torch.tensor(CENTRE, dtype=targets.dtype, device=targets.device) if isinstance(targets, Tensor) else np.array(CENTRE)
     return centre * (1 + spread * targets)
+
+
+def cut(counts: Tensor, size: int) -> Tensor:
+    """Cubes (cubes, size, size, size, 4) that a box (cells, cells, cells, 4) is cut into, the first axis slowest."""
+    parts = counts.shape[0] // size
+    blocks = counts.view(parts, size, parts, size, parts, size, -1).permute(0, 2, 4, 1, 3, 5, 6)
+    return blocks.reshape(parts**3, size, size, size, -1)
 
 
 def displacements(field: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -228,7 +237,11 @@ def displacements(field: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     inverse = _inverse_squares(n, device)
     x, y, z = _wave_numbers(n, device)
     potential = field * -inverse
-    along_x, along_y, along_z = (lambda f: torch.fft.ifft(f, dim=0)), (lambda f: torch.fft.ifft(f, dim=1)), lambda f: torch.fft.irfft(f, n=n)
+    along_x, along_y, along_z = (
+        (lambda f: torch.fft.ifft(f, dim=0)),
+        (lambda f: torch.fft.ifft(f, dim=1)),
+        lambda f: torch.fft.irfft(f, n=n),
+    )
 
     p, px, pxx = along_x(potential), along_x(potential * x), along_x(potential * _squared(x))
     pyy, py, p0 = along_y(p * _squared(y)), along_y(p * y), along_y(p)
@@ -246,34 +259,30 @@ def displacements(field: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return first, [along_z(along_y(px)), along_z(py), along_z(p0 * z)]
 
 
-def power_spectrum(field: Tensor, *, box: float, bins: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Power spectrum of a periodic field.
+def power_spectrum(field: Tensor, *, box: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Power spectrum of a periodic field, in shells as wide as the box's own wave number, up to Nyquist's.
 
     Args:
         field: (n, n, n); its mean is taken off and, where it is not 0 as of counts, divided by.
         box: side of the box in Mpc/h.
-        bins: number of bins from the box's own wave number to Nyquist's; None is n // 4.
 
     Returns:
-        For each bin that holds modes: mean wave number in h/Mpc, power in (Mpc/h)^3, number of independent modes.
+        For each shell: mean wave number in h/Mpc, power in (Mpc/h)^3, number of independent modes.
     """
     n, field = field.shape[0], field.double()
     mean = field.mean()
     contrast = field / mean - 1 if abs(mean) > 1e-6 else field
     power = torch.fft.rfftn(contrast).abs().square().mul_(box**3 / n**6).numpy().ravel()
     numbers = np.sqrt(_squares(n, "cpu").numpy().ravel())
-    weight = np.full((n, n, n // 2 + 1), 1.0)  # the half that the real transform leaves out counts too, a mode and its mirror image as one
-    weight[..., [0, -1]] = 0.5
-    weight = weight.ravel()
-    bins = bins or n // 4
-    place = np.floor((numbers - 0.5) / (n / 2 - 0.5) * bins).astype(np.int64)
-    inside = (numbers > 0) & (place < bins)
-    modes = np.bincount(place[inside], weight[inside], bins)
-    filled = modes > 0
-    k, mean_power = (
-        np.bincount(place[inside], (weight * values)[inside], bins)[filled] / modes[filled] for values in (numbers * 2 * np.pi / box, power)
-    )
-    return k, mean_power, modes[filled]
+    weight = np.ones((n, n, n // 2 + 1))
+    weight[..., [0, -1]] = 0.5  # these planes hold each mode twice, as itself and as its mirror image
+    weight, shell = weight.ravel(), np.rint(numbers).astype(np.int64)
+
+    def sums(values: np.ndarray) -> np.ndarray:
+        return np.bincount(shell, values)[1 : n // 2]
+
+    modes = sums(weight)
+    return sums(weight * numbers) / modes * (2 * math.pi / box), sums(weight * power) / modes, modes
 
 
 def _forward(field: Tensor) -> Tensor:

@@ -37,8 +37,9 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.filename is None:
-            raise OSError(error.errno, f"{error.strerror}, while writing", os.fspath(target)) from error
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides a full disk behind its own error
+        if isinstance(cause, OSError) and cause.filename is None:
+            raise OSError(cause.errno, f"{cause.strerror}, while writing", os.fspath(target)) from cause
         raise
     directory = os.open(target.parent, os.O_RDONLY)
     try:

@@ -7,7 +7,6 @@ momentum and scaling.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 

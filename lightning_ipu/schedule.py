@@ -68,7 +68,7 @@ def exponential(
     warmup_fraction: float = 0.2,
     final_fraction: float = 0.02,
     decay_rate: float | None = None,
-    updates_per_epoch: float | None = None,
+    updates_per_epoch: int | None = None,
     **decay: Any,
 ) -> float:
     """Warm up, then fall by the same factor with every update: to final_fraction after the last, or by decay_rate with every epoch."""
@@ -87,11 +87,11 @@ def _start(
     warmup_fraction: float = 0.0,
     warmup_mode: str = "shift",
     staircase: bool = False,
-    updates_per_epoch: float | None = None,
+    updates_per_epoch: int | None = None,
 ) -> tuple[float, int, int]:
     """How far the rate has risen at update k (0 to 1), the update that the decay stands at, and how many come before the decay."""
     if staircase:
-        k = math.floor(k // updates_per_epoch * updates_per_epoch)
+        k -= k % updates_per_epoch
     warmup = _updates(warmup_fraction, total) if warmup_fraction else 0
     rise = (k + 1) / (warmup + 1) if k < warmup else 1.0
     if warmup_mode == "mask":
@@ -106,7 +106,7 @@ def _decay(k: int, total: int, *, decay_fraction: float | None = None, **start: 
     """
     rise, k, before = _start(k, total, **start)
     length = total - before if decay_fraction is None else _updates(decay_fraction, total)
-    return rise, min(1.0, k / length) if length > 0 else 1.0
+    return rise, min(1.0, k / max(length, 1)) if k > 0 else 0.0
 
 
 def _updates(fraction: float, total: int) -> int:
@@ -149,8 +149,8 @@ def check_schedule(kind: str, **options: Any) -> None:
             raise ValueError(f"{name}={value} means nothing to schedule={kind!r}, which takes {', '.join(taken)}")
         if same != name and same in options:
             raise ValueError(f"{name}={value} and {same}={options[same]} say the same thing; give one of them")
-        if same != name and not value >= 0:
-            raise ValueError(f"{name}={value} must be at least 0")
+        if same != name and not (value > 0 or value == 0 and name == "warmup_epochs"):
+            raise ValueError(f"{name}={value} must be {'at least' if name == 'warmup_epochs' else 'above'} 0")
     if not 0 <= (warmup := options.get("warmup_fraction", 0)) < 1:
         raise ValueError(f"warmup_fraction={warmup} must be at least 0 and below 1")
     if not 0 <= (final := options.get("final_fraction", 0)) <= 1:
@@ -159,6 +159,8 @@ def check_schedule(kind: str, **options: Any) -> None:
         raise ValueError(f"decay_fraction={decay} must be above 0 and at most 1")
     if (mode := options.get("warmup_mode", "shift")) not in WARMUP_MODES:
         raise ValueError(f"warmup_mode={mode!r} is unknown: choose from {', '.join(WARMUP_MODES)}")
+    if kind == "exponential" and options.get("final_fraction") == 0:
+        raise ValueError("final_fraction=0 is never reached by schedule='exponential'; give a number above 0, or decay_rate")
     if not 0 < (power := options.get("power", 1)) < math.inf:
         raise ValueError(f"power={power} must be above 0")
     if "decay_rate" in options:
@@ -180,7 +182,7 @@ def check_schedule(kind: str, **options: Any) -> None:
 
 
 def build_schedule(
-    optimizer: Optimizer, kind: str, *, total: int | float, updates_per_epoch: int | float | None = None, **options: Any
+    optimizer: Optimizer, kind: str, *, total: int | float, updates_per_epoch: int | None = None, **options: Any
 ) -> LambdaLR:
     """A torch scheduler, to be stepped after every weight update, that follows one of `SCHEDULES`.
 
@@ -199,14 +201,12 @@ def build_schedule(
     if (kind != "const" or rises) and not (math.isfinite(total) and total > 0):
         raise ValueError(f"schedule={kind!r} needs the length of the run, not {total} weight updates: set max_epochs or max_steps")
     counting_epochs = [name for name in ("staircase", "warmup_epochs", "decay_epochs", "decay_rate") if options.get(name)]
-    if counting_epochs and not (updates_per_epoch and math.isfinite(updates_per_epoch)):
+    if counting_epochs and not updates_per_epoch:
         raise ValueError(f"{counting_epochs[0]}={options[counting_epochs[0]]} needs epochs of a known length")
     for name in ("warmup", "decay"):
         if f"{name}_epochs" in options:
             epochs = options.pop(f"{name}_epochs")
-            updates = math.floor(round(epochs * updates_per_epoch, 6)) if epochs else 0
-            if not updates < total + (name == "decay"):
-                raise ValueError(f"{name}_epochs={epochs} are {updates} weight updates, and the run has {total}")
-            options[f"{name}_fraction"] = updates / total if updates else 0.0
+            # May be more than the run: of 5 epochs' warm-up a run of 1 sees a fifth.
+            options[f"{name}_fraction"] = _updates(epochs, updates_per_epoch) / total if epochs else 0.0
     factor = SCHEDULES[kind]
     return LambdaLR(optimizer, lambda k: factor(k, total, updates_per_epoch=updates_per_epoch, **options))

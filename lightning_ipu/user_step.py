@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -216,6 +217,8 @@ def _floats(name: str, values: list[Any]) -> list[float]:
                 value = value.item()
             else:
                 on_device.append((place, value.reshape(()).double()))
+        elif not isinstance(value, Number):
+            raise ValueError(f"self.log({name!r}, ...) was given a {type(value).__name__}; it must be a single number")
         numbers.append(value)
     if on_device:
         for (place, _), number in zip(on_device, torch.stack([value for _, value in on_device]).tolist(), strict=True):

@@ -92,13 +92,12 @@ def test_a_file_has_the_rights_that_any_new_file_would_have(tmp_path, mask):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
-def test_a_symbolic_link_goes_on_pointing(tmp_path):
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "last.ckpt").symlink_to(tmp_path / "disk" / "real.ckpt")
-    (tmp_path / "disk" / "real.ckpt").write_bytes(b"old")
+def test_a_link_gives_way_and_the_checkpoint_it_pointed_to_stays(tmp_path):
+    (tmp_path / "epoch=1.ckpt").write_bytes(b"old")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "epoch=1.ckpt")
     with atomic_write(tmp_path / "last.ckpt") as file:
         file.write(b"new")
-    assert (tmp_path / "last.ckpt").read_bytes() == b"new"
+    assert (tmp_path / "last.ckpt").read_bytes() == b"new" and (tmp_path / "epoch=1.ckpt").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("plan", [{}, {"R": 2, "A": 2, "D": 4, "recompute": True, "pipeline_splits": ["network.1"]}], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from lightning_ipu.schedule import SCHEDULES, build_schedule, check_schedule, constant, cosine, linear, stepped
+from lightning_ipu.schedule import SCHEDULES, build_schedule, check_schedule, constant, cosine, exponential, linear, polynomial, stepped
 
 TOTALS = (1, 2, 3, 7, 20, 101)
 
@@ -89,12 +89,95 @@ def test_every_group_keeps_its_own_base_rate_and_a_restored_schedule_goes_on():
     assert restored.get_last_lr() == pytest.approx([0.02, 0.01])
 
 
+# ---- Against formulas written in epochs: Keras' decays under the warm-ups and the staircase of Graphcore's TensorFlow 2 programs --------
+
+
+def in_epochs(shape, s, *, w, warmup_epochs, mode, staircase):
+    """The learning rate at update s of a schedule `shape`, in epochs of w updates, for a base rate of 1."""
+    if staircase:
+        s = math.floor(s / w) * w
+    warm = int(warmup_epochs * w)
+    if s < warm:
+        return shape(0 if mode == "shift" else s) * (s + 1) / (warm + 1)
+    return shape(s - warm if mode == "shift" else s)
+
+
+def keras_polynomial(s, *, horizon, end, power):
+    return (1.0 - end) * (1 - min(s, horizon) / horizon) ** power + end
+
+
+@pytest.mark.parametrize("staircase", [False, True])
+@pytest.mark.parametrize("mode", ["shift", "mask"])
+@pytest.mark.parametrize("warmup_epochs", [0, 1.5, 3])
+@pytest.mark.parametrize(
+    ("kind", "options", "shape"),
+    [
+        ("const", {}, lambda s, w: 1.0),
+        ("cosine", {"decay_epochs": 5, "final_fraction": 0.0}, lambda s, w: 0.5 * (1 + math.cos(math.pi * min(s, 5 * w) / (5 * w)))),
+        (
+            "polynomial",
+            {"decay_epochs": 6, "final_fraction": 2.18e-5, "power": 3},
+            lambda s, w: keras_polynomial(s, horizon=6 * w, end=2.18e-5, power=3),
+        ),
+        ("linear", {"decay_epochs": 20, "final_fraction": 0.1}, lambda s, w: keras_polynomial(s, horizon=20 * w, end=0.1, power=1)),
+        ("exponential", {"decay_rate": 0.97}, lambda s, w: 0.97 ** (s / w)),
+        (
+            "stepped",
+            {"decay_values": [1, 0.5, 0.2], "decay_fractions": [2 / 8, 6.5 / 8]},
+            lambda s, w: 1 if s <= 2 * w else 0.5 if s <= int(6.5 * w) else 0.2,
+        ),
+    ],
+)
+def test_every_update_of_every_schedule_has_the_rate_of_its_formula_in_epochs(kind, options, shape, warmup_epochs, mode, staircase):
+    w, epochs = 11, 8
+    timing = {"warmup_epochs": warmup_epochs, "warmup_mode": mode, "staircase": staircase}
+
+    got = rates_of(build_schedule(optimizer(1.0), kind, total=epochs * w, updates_per_epoch=w, **options, **timing), epochs * w)
+
+    expected = [
+        in_epochs(lambda s: shape(s, w), s, w=w, warmup_epochs=warmup_epochs, mode=mode, staircase=staircase) for s in range(epochs * w)
+    ]
+    assert got == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_polynomial_and_exponential_fall_to_the_final_fraction_over_what_warm_up_leaves(total):
+    warm = int(0.2 * total)
+    for k in range(total + 1):
+        rise, progress = ((k + 1) / (warm + 1), 0) if k < warm else (1, (k - warm) / (total - warm))
+        assert polynomial(k, total) == pytest.approx(rise * (0.02 + 0.98 * (1 - progress) ** 2))
+        assert exponential(k, total, final_fraction=0.1) == pytest.approx(rise * 10**-progress)
+
+
+def test_a_run_that_ends_within_its_warm_up_or_decay_sees_their_beginning():
+    short = rates_of(build_schedule(optimizer(1.0), "cosine", total=5, updates_per_epoch=5, warmup_epochs=3, decay_epochs=9), 5)
+    assert short == pytest.approx([(k + 1) / 16 for k in range(5)])
+    assert linear(10, 100, warmup_fraction=0.0, decay_fraction=0.2, final_fraction=0.5) == pytest.approx(0.75)
+    assert linear(50, 100, warmup_fraction=0.0, decay_fraction=0.2, final_fraction=0.5) == pytest.approx(0.5)
+
+
+def test_shares_of_a_run_are_whole_updates_where_they_are_so_in_decimals():
+    assert [linear(k, 100, warmup_fraction=0.29) for k in (28, 29)] == pytest.approx([29 / 30, 1.0])  # 0.29 * 100 < 29 in binary
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("exponential", {}, "schedule='exponential'.*const, stepped, linear, cosine"),
-        ("const", {"warmup_fraction": 0.1}, "warmup_fraction=0.1.*'const'.*no options"),
+        ("sine", {}, "schedule='sine'.*const, stepped, linear, cosine, polynomial, exponential"),
+        ("const", {"final_fraction": 0.1}, "final_fraction=0.1.*'const', which takes warmup_fraction, warmup_mode, staircase"),
         ("cosine", {"decay_values": [1, 0.1]}, "decay_values.*'cosine'.*warmup_fraction, final_fraction"),
+        ("stepped", {"decay_epochs": 3}, "decay_epochs=3 means nothing to schedule='stepped'"),
+        ("cosine", {"power": 2}, "power=2 means nothing"),
+        ("cosine", {"updates_per_epoch": 2}, "updates_per_epoch=2 means nothing"),
+        ("cosine", {"warmup_fraction": 0.1, "warmup_epochs": 1}, "warmup_epochs=1 and warmup_fraction=0.1 say the same"),
+        ("cosine", {"warmup_epochs": -1}, "warmup_epochs=-1 must be at least 0"),
+        ("cosine", {"decay_epochs": 0}, "decay_epochs=0 must be above 0"),
+        ("cosine", {"decay_fraction": 1.5}, "decay_fraction=1.5 must be above 0 and at most 1"),
+        ("linear", {"warmup_mode": "cut"}, "warmup_mode='cut' is unknown: choose from shift, mask"),
+        ("polynomial", {"power": 0}, "power=0 must be above 0"),
+        ("exponential", {"decay_rate": 1.5}, "decay_rate=1.5 must be above 0 and at most 1"),
+        ("exponential", {"decay_rate": 0.9, "final_fraction": 0.1}, "decay_rate=0.9 and final_fraction=0.1 exclude each other"),
+        ("exponential", {"final_fraction": 0}, "final_fraction=0 is never reached"),
         ("linear", {"warmup_fraction": 1.0}, "warmup_fraction=1.0 must be"),
         ("linear", {"warmup_fraction": math.nan}, "warmup_fraction=nan must be"),
         ("cosine", {"final_fraction": -0.1}, "final_fraction=-0.1 must"),
@@ -114,3 +197,5 @@ def test_wrong_options_are_named(kind, options, message):
 def test_a_run_of_unknown_or_no_length_is_refused(kind, total):
     with pytest.raises(ValueError, match=f"'{kind}' needs the length of the run.*max_epochs or max_steps"):
         build_schedule(optimizer(1.0), kind, total=total)
+    with pytest.raises(ValueError, match="staircase=True needs epochs of a known length"):
+        build_schedule(optimizer(1.0), kind, total=7, staircase=True)
