@@ -390,9 +390,7 @@ class SixteenBit(Precision):
         ValueError: the settings make no sense together.
     """
 
-    def __init__(
-        self, precision: str, *, device: str, loss_scaling: float | str | None = None, stochastic_rounding: bool = True
-    ) -> None:
+    def __init__(self, precision: str, *, device: str, loss_scaling: float | str | None = None, stochastic_rounding: bool = True) -> None:
         if (named := precision_name(precision)) not in ("16.16", "16.32"):
             raise ValueError(f"precision={precision!r} is not one of bf16-mixed, 16-mixed, bf16-true and 16-true")
         half_type = "bf16" if precision.startswith("bf16") else "fp16"
