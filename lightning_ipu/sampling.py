@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -37,11 +38,22 @@ def _order(sampler: Sampler, word: int) -> list[Any]:
         return list(sampler)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The micro-batches of every weight update that a process needs: those in `places` of each `per_update`."""
+
+    places: range
+    per_update: int
+
+    def __contains__(self, number: int) -> bool:
+        return number % self.per_update in self.places
+
+
 class MicroBatchSampler:
     """Batch sampler of an epoch's micro-batches from number `first` to number `last`, each with the epoch it belongs to."""
 
-    def __init__(self, sampler: Sampler, *, seed: int, micro_batch_size: int) -> None:
-        self.sampler, self.seed, self.micro_batch_size = sampler, seed, micro_batch_size
+    def __init__(self, sampler: Sampler, *, seed: int, micro_batch_size: int, shard: Shard) -> None:
+        self.sampler, self.seed, self.micro_batch_size, self.shard = sampler, seed, micro_batch_size, shard
         self.epoch, self.first, self.last = 0, 0, 0
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
@@ -50,28 +62,37 @@ class MicroBatchSampler:
         if len(order) < self.last * size:
             raise PlanError(f"{type(self.sampler).__name__} gave {len(order)} samples in epoch {epoch}, fewer than its length promised")
         for number in range(self.first, self.last):
-            yield epoch, order[number * size : (number + 1) * size]
+            if number in self.shard:
+                yield epoch, order[number * size : (number + 1) * size]
 
 
 class EvaluationBatchSampler:
-    """The user's batch sampler in evaluation, noting how many samples each batch holds: averages are weighted by that."""
+    """The user's batch sampler in evaluation: every `count`-th batch from number `index` on, as many in each of `count` processes.
 
-    def __init__(self, batches: BatchSampler, *, seed: int) -> None:
-        self.batches, self.seed = batches, seed
+    How many samples each batch holds is noted, since averages are weighted by that; a batch that only fills up the last round has 0.
+    """
+
+    def __init__(self, batches: BatchSampler, *, seed: int, total: int, index: int, count: int) -> None:
+        self.batches, self.seed, self.total, self.index, self.count = batches, seed, total, index, count
         self.sizes: deque[int] = deque()
 
     def __iter__(self) -> Iterator[tuple[None, list[Any]]]:
         self.sizes.clear()
-        batches = self.batches
+        batches, filling, number = self.batches, [], -1
         if type(batches) is BatchSampler:  # a shuffled order draws: the same each time
             batches = BatchSampler(_order(batches.sampler, mix(self.seed, _EVALUATE)), batches.batch_size, batches.drop_last)
-        for indices in batches:
+        for number, indices in enumerate(islice(batches, self.total)):
             indices = list(indices)
-            self.sizes.append(len(indices))
-            yield None, indices
+            filling = filling or indices[:1]
+            if number % self.count == self.index:
+                self.sizes.append(len(indices))
+                yield None, indices
+        if number % self.count < self.index and (number + 1) % self.count:
+            self.sizes.append(0)
+            yield None, filling
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return -(-self.total // self.count)
 
 
 def _draws_nothing(dataset: Dataset) -> bool:
@@ -135,12 +156,13 @@ class TrainingData:
     Args:
         loader: a torch DataLoader; its batch size is the micro-batch.
         seed: of the order and of the samples' randomness.
+        shard: the micro-batches that this process needs.
 
     Raises:
         PlanError: a loader whose order or batches the strategy cannot own.
     """
 
-    def __init__(self, loader: DataLoader, *, seed: int) -> None:
+    def __init__(self, loader: DataLoader, *, seed: int, shard: Shard) -> None:
         if not isinstance(loader, DataLoader):
             raise PlanError(
                 f"train_dataloader is a {type(loader).__name__}; IPUStrategy needs a torch DataLoader, whose batch size is the micro-batch"
@@ -154,7 +176,7 @@ class TrainingData:
             raise PlanError(
                 f"train_dataloader has {what}: IPUStrategy forms the batches itself; give the loader batch_size=MICRO_BATCH and a sampler"
             )
-        self.user_loader, self.seed, self.micro_batch_size = loader, seed, loader.batch_size
+        self.user_loader, self.seed, self.micro_batch_size, self.shard = loader, seed, loader.batch_size, shard
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.samples: int | None
         if self.is_stream:
@@ -167,7 +189,7 @@ class TrainingData:
                 raise PlanError(
                     f"the sampler {type(loader.sampler).__name__} has no length, so an epoch has none; give it a __len__"
                 ) from None
-            self._batches = MicroBatchSampler(loader.sampler, seed=seed, micro_batch_size=loader.batch_size)
+            self._batches = MicroBatchSampler(loader.sampler, seed=seed, micro_batch_size=loader.batch_size, shard=shard)
             dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
             self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=self._batches)
 
@@ -320,7 +342,8 @@ class HostSteps:
         try:
             while first < self.micro_batches:
                 yield (host_step := HostStep(draw, self._next_updates()))
-                first += host_step.taken  # fewer than it may hold where a signal ended it
+                # fewer than it may hold where a signal ended it
+                first += host_step.taken // len(self.data.shard.places) * self.plan.micro_batches_per_update
         finally:
             stream = None  # ends the loader's workers, whoever still holds a handle
 
@@ -348,10 +371,19 @@ class HostSteps:
 class EvaluationData:
     """A user's loader in validation, test and prediction: every sample once, in its own order, under seeds of its own.
 
+    Args:
+        loader: the user's.
+        seed: of what its samples draw.
+        limit: batches of the user's loader, or share of them, that are evaluated in all.
+        index, count: this process evaluates every `count`-th batch from number `index` on.
+
     `size` is the number of samples in the batch last drawn, None where that is not known.
+
+    Raises:
+        PlanError: a loader whose batches cannot be shared out over processes.
     """
 
-    def __init__(self, loader: DataLoader, *, seed: int) -> None:
+    def __init__(self, loader: DataLoader, *, seed: int, limit: int | float = 1.0, index: int = 0, count: int = 1) -> None:
         self.user_loader, self.size = loader, None
         self._sizes: deque[int] | None = None
         self.loader, self._guarded = loader, True
@@ -363,10 +395,15 @@ class EvaluationData:
             batches = loader.batch_sampler
             if type(batches) is BatchSampler and batches.drop_last:
                 batches = BatchSampler(loader.sampler, batches.batch_size, drop_last=False)
-            sized = EvaluationBatchSampler(batches, seed=seed)
+            self.total = min(len(batches), limit) if isinstance(limit, int) else int(len(batches) * limit)
+            sized = EvaluationBatchSampler(batches, seed=seed, total=self.total, index=index, count=count)
             dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
             self._sizes, self._guarded = sized.sizes, not dataset._pure or type(batches) is not BatchSampler
             self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=sized)
+        elif count > 1:
+            raise PlanError(
+                f"a {type(loader.dataset).__name__} or a loader without batch_sampler is evaluated by one process only, not {count}"
+            )
 
     @property
     def _iterator(self) -> Any:

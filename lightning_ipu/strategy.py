@@ -20,6 +20,7 @@ from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
 from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, MixedPrecision, Precision
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
@@ -30,15 +31,16 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ipu.checkpoint import AtomicCheckpointIO
+from lightning_ipu.engine.distributed import DistributedEngine, Processes, broadcast_state
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.host_events import events_of, validation_interval
 from lightning_ipu.partition import check_num_stages, check_splits
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
-from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, TrainingData
+from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.user_step import LogRecorder
+from lightning_ipu.user_step import LogRecorder, SharedMetrics
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
@@ -67,8 +69,8 @@ class TrainingProgress:
 class IPUStrategy(DDPStrategy):
     """Gives any LightningModule the execution model of Graphcore's IPU, on whatever hardware there is.
 
-    The plan (the first seven arguments and the DataLoader's batch size, which is the micro-batch) decides the numbers. This engine
-    carries it out in one process: replicas and stages run in turn.
+    The plan (the first seven arguments and the DataLoader's batch size, which is the micro-batch) decides the numbers. One process runs
+    all replicas and stages in turn; more of them (torchrun's, or the Trainer's `devices` and `num_nodes`) share them out.
 
     Args:
         replication_factor: copies of the network whose gradients are averaged (R).
@@ -133,12 +135,29 @@ class IPUStrategy(DDPStrategy):
         self._engine: LocalEngine | None = None
         self._evaluation: dict[str, Any] = {}
         self._user_settings: dict[str, Any] = {}
+        self._processes: Processes | None = None
 
-    # ---- Environment: one process -------------------------------------------------------------------------------------------
+    # ---- Environment: processes ---------------------------------------------------------------------------------------------
 
     @override
     def _configure_launcher(self) -> None:
+        """Called when the Trainer is made: settle how many processes there are, torchrun's word before the Trainer's."""
+        environment = self.cluster_environment
+        if isinstance(environment, TorchElasticEnvironment):
+            local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), environment.world_size()
+            first = self.parallel_devices[0]
+            self.parallel_devices = [first] * local if first.type == "cpu" else self.parallel_devices[:local]
+            self.num_nodes = world // local
+        elif isinstance(environment, SLURMEnvironment) and "SLURM_STEP_ID" not in os.environ:
+            self.cluster_environment = LightningEnvironment()  # inside an allocation, but not started by srun: on its own
         self._launcher = None
+        if self._process_count > 1:
+            _refuse_leftovers(self.cluster_environment)
+            super()._configure_launcher()
+
+    @property
+    def _process_count(self) -> int:
+        return max(1, self.num_nodes * self.num_processes)
 
     @property
     @override
@@ -156,13 +175,7 @@ class IPUStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
-        processes = max(self.num_nodes * self.num_processes, self.cluster_environment.world_size())
-        Placement(plan=self.plan, processes=processes)
-        if processes > 1:
-            raise PlanError(
-                f"{processes} processes were asked for (devices={self.num_processes}, num_nodes={self.num_nodes}); IPUStrategy runs in one"
-                " process so far: use devices=1, where all replicas and stages run in turn with the same numbers"
-            )
+        placement = Placement(plan=self.plan, processes=self._process_count)
         # The order of samples is the strategy's: Lightning would shuffle every training loader, even in one process.
         trainer._accelerator_connector.use_distributed_sampler = False
         self.seed = int(os.environ["PL_GLOBAL_SEED"]) if os.environ.get("PL_GLOBAL_SEED") else torch.initial_seed()
@@ -170,6 +183,10 @@ class IPUStrategy(DDPStrategy):
             _refuse_what_cannot_be_honoured(trainer)
             self.progress = TrainingProgress()
         Strategy.setup_environment(self)
+        if self._process_count > 1:
+            self.setup_distributed()
+            self._processes = Processes(placement, device=self.root_device)
+            self.seed = self.broadcast(self.seed)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -180,6 +197,9 @@ class IPUStrategy(DDPStrategy):
         check_splits(module, self.pipeline_splits)
         check_num_stages(module, self.plan.num_stages)
         self._own_transfer()
+        if self._processes is not None:
+            broadcast_state(module)
+            self._metrics = SharedMetrics(module, self._processes.gathered)
         if trainer.state.fn == TrainerFn.FITTING:
             blocks = recompute_blocks(module, self.recompute)
             self._user_settings = {name: getattr(trainer, name) for name in ("accumulate_grad_batches", "limit_train_batches")}
@@ -187,7 +207,7 @@ class IPUStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             self.setup_precision_plugin()
             _refuse_optimizers(self.optimizers)
-            self._recorder = LogRecorder(module, self.progress.latest)
+            self._recorder = LogRecorder(module, self.progress.latest, gather=self._processes and self._processes.gathered)
             self._randomness = NamedRandomness(module, seed=self.seed, device=self.root_device)
             self._recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
             self._own_schedules()
@@ -225,11 +245,22 @@ class IPUStrategy(DDPStrategy):
         clips = bool(clip_value) or is_overridden("configure_gradient_clipping", module)
         zero_grad = partial(self._user_zero_grad, optimizer) if is_overridden("optimizer_zero_grad", module) else None
         self._lr_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module) else None
-        self._engine = LocalEngine(
+
+        def numbered_step(batch: Any, number: int) -> Any:
+            self._recorder.number = number
+            return step(batch, number) if takes_index else step(batch)
+
+        if self._processes is None:
+            engine = LocalEngine
+        else:
+            engine = partial(
+                DistributedEngine, processes=self._processes, stop_signal=lambda: self.progress.stop_signal or 0, on_stop=self._stop
+            )
+        self._engine = engine(
             plan=self.plan,
             module=module,
             optimizer=optimizer,
-            step=step if takes_index else lambda batch, _: step(batch),
+            step=numbered_step if self._processes else step if takes_index else lambda batch, _: step(batch),
             context=None if plain else self.precision_plugin.train_step_context,
             randomness=self._randomness,
             hooks={name: self._update_hooks(trainer, f"on_{name}") for name in _UPDATE_HOOKS},
@@ -238,6 +269,9 @@ class IPUStrategy(DDPStrategy):
             clip=partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None,
             on_micro_batch=self._count_micro_batch,
         )
+
+    def _stop(self, signal: int) -> None:
+        self.progress.stop_signal = signal
 
     def _update_hooks(self, trainer: Trainer, name: str) -> list[Any]:
         """What is to be called for one per-update hook: the callbacks' and the module's, where they are overridden."""
@@ -259,7 +293,12 @@ class IPUStrategy(DDPStrategy):
         self.lightning_module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
 
     def _count_micro_batch(self) -> None:
-        self.progress.samples_done += self.plan.micro_batch_size
+        self.progress.samples_done += self.plan.micro_batch_size * self.plan.replication_factor // len(self._replicas)
+
+    @property
+    def _replicas(self) -> range:
+        """Replicas that run in this process."""
+        return range(self.plan.replication_factor) if self._processes is None else self._processes.replicas
 
     # ---- Data ---------------------------------------------------------------------------------------------------------------
 
@@ -268,7 +307,9 @@ class IPUStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         if not trainer.training:
             return self._evaluation_loader(dataloader)
-        data = TrainingData(dataloader, seed=self.seed)
+        accumulation, replicas = self.plan.gradient_accumulation_factor, self._replicas
+        places = range(replicas.start * accumulation, replicas.stop * accumulation)
+        data = TrainingData(dataloader, seed=self.seed, shard=Shard(places=places, per_update=self.plan.micro_batches_per_update))
         self.plan = plan = _with(self.plan, micro_batch_size=data.micro_batch_size)
         micro_batches = _trained_micro_batches(trainer, data, plan, limit=self._user_settings["limit_train_batches"])
         self.progress.updates_per_epoch = updates = None if micro_batches is None else micro_batches // plan.micro_batches_per_update
@@ -287,9 +328,17 @@ class IPUStrategy(DDPStrategy):
         )
 
     def _evaluation_loader(self, loader: object) -> object:
+        trainer = self.lightning_module.trainer
         if not isinstance(loader, torch.utils.data.DataLoader):
             return loader
-        data = EvaluationData(loader, seed=self.seed)
+        shared: dict[str, Any] = {}
+        if self._processes is not None and not trainer.predicting:
+            name = "limit_test_batches" if trainer.testing else "limit_val_batches"
+            limit = self._user_settings.setdefault(name, getattr(trainer, name))
+            shared = {"limit": limit, "index": self._processes.rank, "count": self._processes.count}
+        data = EvaluationData(loader, seed=self.seed, **shared)
+        if shared and isinstance(limit, float) and limit < 1.0:
+            setattr(trainer, name, data.total)  # Lightning would take a share of this process's batches once more
         if data.left_out:
             rank_zero_info(
                 f"Evaluation scores every sample: drop_last=True of the loader would leave out {data.left_out} and is not applied."
@@ -306,6 +355,8 @@ class IPUStrategy(DDPStrategy):
             self._announce()
         self._own_validation_interval(trainer)
         self._recorder.begin_epoch()
+        if self._processes is not None:
+            self._metrics.begin()
         self.progress.updates_done = first // self.plan.micro_batches_per_update
         self._row: dict[str, float] = {}
         self._logged_in_epoch = False
@@ -364,8 +415,9 @@ class IPUStrategy(DDPStrategy):
         module = self.lightning_module
         trainer = module.trainer
         batch = self.precision_plugin.convert_input(batch)
-        rest = number % self.plan.micro_batches_per_update
-        place = trainer.global_step, *divmod(rest, self.plan.gradient_accumulation_factor)
+        accumulation, replicas = self.plan.gradient_accumulation_factor, self._replicas
+        replica, micro_batch = divmod(number % (len(replicas) * accumulation), accumulation)
+        place = trainer.global_step, replicas.start + replica, micro_batch
         seed_all(mix(self.seed, _TRANSFER, *place), self.root_device)
         batch = self._before_transfer(batch)
         return module._apply_batch_transfer_handler(batch, device=self.root_device, dataloader_idx=0)
@@ -383,7 +435,10 @@ class IPUStrategy(DDPStrategy):
     @contextmanager
     def _evaluation_randomness(self, purpose: int) -> Iterator[None]:
         """Seed what is drawn for a batch of an evaluation or prediction from (seed, purpose, number of the batch)."""
-        number = self.lightning_module.trainer._active_loop.batch_progress.current.completed
+        trainer = self.lightning_module.trainer
+        number = trainer._active_loop.batch_progress.current.completed
+        if self._processes is not None and not trainer.predicting:
+            number = number * self._processes.count + self._processes.rank
         with preserved_streams(self.root_device):
             seed_all(mix(self.seed, _EVALUATION, purpose, number), self.root_device)
             yield
@@ -436,6 +491,8 @@ class IPUStrategy(DDPStrategy):
             fetcher = trainer.fit_loop._data_fetcher
             fetcher.fetched, fetcher.done, epoch_loop.batch_progress.is_last_batch = fetcher.fetched + undone, False, False
 
+        if self._processes is not None and epoch_loop.batch_progress.is_last_batch:
+            self._metrics.share()
         rows = self._recorder.replay("training_step")
         connector, every = trainer._logger_connector, trainer.log_every_n_steps
         first = epoch_loop._batches_that_stepped
@@ -470,24 +527,35 @@ class IPUStrategy(DDPStrategy):
         """Run the user's step on one batch of an evaluation; what it logs is told to Lightning at the loader's end."""
         module = self.lightning_module
         loop = module.trainer._evaluation_loop
+        processes = self._processes
+        gather = processes and processes.gathered
         if batch_idx == 0 or "recorder" not in self._evaluation:
-            self._evaluation = {"recorder": LogRecorder(module)}
+            self._evaluation = {"recorder": LogRecorder(module, gather=gather)}
+            if processes:
+                self._metrics.begin()
         recorder: LogRecorder = self._evaluation["recorder"]
         step = getattr(super(), name)
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
             return step(batch)  # the step draws its batches itself and must give their sizes to self.log
         one_by_one = loop._is_sequential and loop.max_batches[dataloader_idx] != float("inf")
+        last = batch_idx + 1 >= loop.max_batches[dataloader_idx] if one_by_one else True
         loader = loop._combined_loader.flattened[dataloader_idx]
         recorder.weight = getattr(loader, "size", None) if one_by_one and isinstance(loader, EvaluationData) else None
-        arguments = [batch]
-        if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2):
-            arguments.append(batch_idx)
-        if loop.num_dataloaders > 1 and loop._is_sequential:
-            arguments.append(dataloader_idx)
-        with self._evaluation_randomness(_STEP), recorder.recording():
-            output = step(*arguments)
-        last = batch_idx + 1 >= loop.max_batches[dataloader_idx] if one_by_one else True
-        if last or recorder.weight is None or recorder.wants_steps:
+        recorder.number = batch_idx * processes.count + processes.rank if processes else batch_idx
+        output = None
+        if recorder.weight != 0:  # a batch that only fills up the last round is not scored
+            arguments = [batch]
+            if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2):
+                arguments.append(recorder.number)
+            if loop.num_dataloaders > 1 and loop._is_sequential:
+                arguments.append(dataloader_idx)
+            with self._evaluation_randomness(_STEP), recorder.recording():
+                output = step(*arguments)
+        if batch_idx == 0:
+            self._evaluation["every batch"] = any(gather(recorder.wants_steps)) if processes else False
+        if last and processes:
+            self._metrics.share()
+        if last or self._evaluation["every batch"] or not processes and (recorder.weight is None or recorder.wants_steps):
             recorder.replay(name)
         return output
 
@@ -587,6 +655,16 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
             raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")
+
+
+def _refuse_leftovers(environment: ClusterEnvironment) -> None:
+    """Refuse to wait for processes that nobody starts: LOCAL_RANK left over in the environment, without an address to meet at."""
+    alone = isinstance(environment, LightningEnvironment) and "LOCAL_RANK" in os.environ and "MASTER_ADDR" not in os.environ
+    if alone:
+        raise PlanError(
+            f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set in the environment, but no MASTER_ADDR: it looks left over from another run."
+            " Unset LOCAL_RANK to have the processes started, or set MASTER_ADDR and MASTER_PORT if you start them yourself"
+        )
 
 
 def _refuse_optimizers(optimizers: list[Optimizer]) -> None:

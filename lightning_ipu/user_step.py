@@ -6,13 +6,14 @@ samples, in float64 and in the order in which they came, and one real `self.log`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule
 from torchmetrics import Metric
 
@@ -57,6 +58,11 @@ class _Average:
         return {"sum": self.total, "min": self.low, "max": self.high}[kind]
 
 
+# hook, name, value, options, weight, weight update in the host step, micro-batch in the epoch
+_Record = tuple[str | None, str, Any, dict[str, Any], float | None, int, int]
+Gather = Callable[[Any], list[Any]]
+
+
 class _Forwarded(NamedTuple):
     """A torchmetrics Metric that was logged, and what its last forward gave: the value of that step."""
 
@@ -70,16 +76,17 @@ class LogRecorder:
     Args:
         module: whose `log` is stood in for.
         latest: receives the last value under each name, for who wants to show it while a host step runs.
+        gather: gives every process's value of something, in the order of processes; None where there is one process.
     """
 
-    def __init__(self, module: LightningModule, latest: dict[str, Any] | None = None) -> None:
-        self.module = module
+    def __init__(self, module: LightningModule, latest: dict[str, Any] | None = None, *, gather: Gather | None = None) -> None:
+        self.module, self._gather = module, gather
         self.latest = {} if latest is None else latest
         self.weight: int | None = None
-        self.update = 0
+        self.update, self.number = 0, 0  # of the weight update in the host step, of the micro-batch in the epoch
         self.hook: str | None = None
         self.muted = False
-        self._records: list[tuple[str | None, str, Any, dict[str, Any], float | None, int]] = []
+        self._records: list[_Record] = []
         self._sums: dict[tuple[str, str], _Average] = {}
         self._options: dict[tuple[str, str], dict[str, Any]] = {}
         self._results: dict[tuple[str, str], Any] = {}
@@ -117,12 +124,13 @@ class LogRecorder:
             value = _Forwarded(value, value._forward_cache)
             self.latest[name] = value.step
         weight = options.pop("batch_size", None)
-        self._records.append((self.hook, name, value, options, self.weight if weight is None else weight, self.update))
+        weight = self.weight if weight is None else weight
+        self._records.append((self.hook, name, value, options, weight, self.update, self.number))
 
     @property
     def wants_steps(self) -> bool:
         """Whether something written down is to be logged for the step itself, not for the epoch alone."""
-        return any(options.get("on_step") for _, _, _, options, _, _ in self._records)
+        return any(options.get("on_step") for _, _, _, options, *_ in self._records)
 
     def replay(self, step_hook: str) -> list[dict[str, float]]:
         """Tell Lightning what was logged since the last replay.
@@ -135,8 +143,9 @@ class LogRecorder:
         """
         if self.module.trainer.barebones:
             self._records.clear()
+        records = self._records if self._gather is None else self._gathered()
         calls: dict[tuple[str, str], list[tuple[Any, float | None, int]]] = {}
-        for hook, name, value, options, weight, update in self._records:
+        for hook, name, value, options, weight, update, _ in records:
             key = hook or step_hook, name
             if self._options.setdefault(key, options) != options:
                 raise PlanError(f"self.log({name!r}, ...) was called in {key[0]} with different options; one name needs one set of options")
@@ -153,6 +162,27 @@ class LogRecorder:
         finally:
             self.module._current_fx_name = fx_before
         return rows
+
+    def _gathered(self) -> list[_Record]:
+        """What all processes have written down, in the order in which one process alone would have."""
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        portable = []
+        for hook, name, value, options, weight, update, number in self._records:
+            if isinstance(value, _Forwarded):
+                value = paths[id(value.metric)], None if value.step is None else value.step.cpu()
+            else:
+                (value,) = _floats(name, [value])
+                if weight is None:
+                    raise PlanError(f"self.log({name!r}, ...) needs batch_size=... where several processes evaluate this kind of loader")
+            portable.append((hook, name, value, options, weight, update, number))
+        everyone = self._gather(portable)
+        # A hook is called once per weight update by every process: the first one's word is enough.
+        records = [record for process, records in enumerate(everyone) for record in records if process == 0 or record[0] is None]
+        records.sort(key=lambda record: (record[5], record[6]))
+        return [
+            (hook, name, _Forwarded(self.module.get_submodule(value[0]), value[1]) if isinstance(value, tuple) else value, *rest)
+            for hook, name, value, *rest in records
+        ]
 
     def _tell(self, hook: str, name: str, records: list[tuple[Any, float | None, int]], rows: list[dict[str, float]]) -> None:
         options = self._options[hook, name]
@@ -224,3 +254,51 @@ def _floats(name: str, values: list[Any]) -> list[float]:
         for (place, _), number in zip(on_device, torch.stack([value for _, value in on_device]).tolist(), strict=True):
             numbers[place] = number
     return [float(number) for number in numbers]
+
+
+class SharedMetrics:
+    """Metrics of torchmetrics that several processes update: every process gets the states of all before anyone computes.
+
+    torchmetrics' own synchronisation needs every process to have seen something, which the stages before the last and the processes
+    without a batch have not.
+    """
+
+    def __init__(self, module: LightningModule, gather: Gather) -> None:
+        self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
+        self._gather = gather
+        for metric in self._metrics.values():
+            metric.distributed_available_fn = _alone
+        self.begin()
+
+    def begin(self) -> None:
+        """From here on updates count."""
+        self._counts = {path: metric._update_count for path, metric in self._metrics.items()}
+
+    def share(self) -> None:
+        """Merge what has been updated since `begin`, process by process."""
+        states = {
+            path: (metric._update_count, apply_to_collection(metric.metric_state, torch.Tensor, torch.Tensor.cpu))
+            for path, metric in self._metrics.items()
+            if metric._update_count > self._counts[path]
+        }
+        if not self._metrics:
+            return
+        everyone = self._gather(states)
+        for path, metric in self._metrics.items():
+            theirs = [states[path] for states in everyone if path in states]
+            if not theirs:
+                continue
+            for name, reduction in metric._reductions.items():
+                values = [state[name] for _, state in theirs]
+                if isinstance(metric._defaults[name], list):
+                    merged = [item for value in values for item in (value if isinstance(value, list) else [value])]
+                else:
+                    merged = reduction(torch.stack(values)) if reduction is not None else torch.stack(values)
+                setattr(metric, name, apply_to_collection(merged, torch.Tensor, torch.Tensor.to, metric.device))
+            metric._update_count, metric._computed = sum(count for count, _ in theirs), None
+        self.begin()
+
+
+def _alone() -> bool:
+    """What torchmetrics is told when it asks whether there are other processes."""
+    return False

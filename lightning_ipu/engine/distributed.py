@@ -64,8 +64,12 @@ class DistributedEngine(LocalEngine):
         parameters = self._parameters()
         signal = self._stop_signal()
         # Whether there is a gradient here, then how many processes received a signal and the sum of the signals' numbers.
-        facts = torch.tensor([float(gradient is not None) for gradient in gradients] + [float(signal > 0), float(signal)], device=self._processes.device)
-        sums = [torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in zip(parameters, gradients, strict=True)]
+        facts = torch.tensor(
+            [float(gradient is not None) for gradient in gradients] + [float(signal > 0), float(signal)], device=self._processes.device
+        )
+        sums = [
+            torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
         all_reduce_flat([*sums, *moves, facts], group=self._processes.same_stages)
         *present, signalled, signals = facts.tolist()
         if signalled:
