@@ -193,6 +193,12 @@ class TrainingData:
             dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
             self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=self._batches)
 
+    def example(self) -> Any:
+        """The first micro-batch of the first epoch, on the host, in this process; the same in every process."""
+        order = epoch_order(self._batches.sampler, seed=self.seed, epoch=0)
+        with preserved_streams():
+            return self.loader.collate_fn(self.loader.dataset.__getitems__((0, order[: self.micro_batch_size])))
+
     @property
     def micro_batches(self) -> int | None:
         """Full micro-batches in an epoch; None for a stream of unknown length."""
@@ -230,7 +236,8 @@ class HostStep:
     """
 
     def __init__(self, draw: Callable[[int], Any], weight_updates: int) -> None:
-        self._draw, self.weight_updates, self.taken = draw, weight_updates, 0
+        self._draw, self.weight_updates = draw, weight_updates
+        self.taken, self.done = 0, 0  # micro-batches, weight updates
         self._current: Any = None
         self._looked = False
         self.shown = False  # to hooks: Lightning's own transfers, before them, must not take it for a batch
@@ -342,8 +349,7 @@ class HostSteps:
         try:
             while first < self.micro_batches:
                 yield (host_step := HostStep(draw, self._next_updates()))
-                # fewer than it may hold where a signal ended it
-                first += host_step.taken // len(self.data.shard.places) * self.plan.micro_batches_per_update
+                first += host_step.done * self.plan.micro_batches_per_update  # fewer than it may hold where a signal ended it
         finally:
             stream = None  # ends the loader's workers, whoever still holds a handle
 

@@ -18,7 +18,7 @@ from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix, name_word, seed_all, seed_torch
 from lightning_ipu.user_step import LogRecorder
 
-_STEP = name_word("step")
+_STEP, _AFTER = name_word("step"), name_word("after the forward")
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -46,6 +46,9 @@ class NamedRandomness:
             for name, child in module.named_modules()
             if child is not module and _may_draw(child)
         ]
+        if self._hooks:
+            # What the step draws after its forward must not depend on what the forward drew, which in a pipeline happens elsewhere.
+            self._hooks.append(module.register_forward_hook(lambda module, *_: self._seed_call(_AFTER, module, None)))
 
     def begin(self, update: int, replica: int, micro_batch: int) -> None:
         """Seed the global streams for one micro-batch of one replica in one weight update."""
@@ -58,6 +61,14 @@ class NamedRandomness:
             call = self.calls.get(word, 0)
             self.calls[word] = call + 1
             seed_torch(mix(self._base, word, call), self._device)
+
+    def place(self) -> tuple[int, dict[int, int]]:
+        """Where in the named streams the step stands, for `return_to`."""
+        return self._base, dict(self.calls)
+
+    def return_to(self, place: tuple[int, dict[int, int]]) -> None:
+        """Go on from a place; other micro-batches may have begun since."""
+        self._base, self.calls = place[0], dict(place[1])
 
     def remove(self) -> None:
         """Take the hooks off the network."""
@@ -128,7 +139,7 @@ class Recomputation:
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not block.training:
             return forward(*args, **kwargs)
-        streams, calls = _stream_states(), dict(self._randomness.calls)
+        streams, place = _stream_states(), self._randomness.place()
         buffers = [
             (child, name, buffer, buffer._version, buffer.clone())
             for child in block.modules()
@@ -140,7 +151,7 @@ class Recomputation:
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._second_run(streams, calls, buffers)),
+            context_fn=lambda: (nullcontext(), self._second_run(streams, place, buffers)),
         )
         # Only what the first run changed must be put back for the second; norms move their statistics without a new version.
         buffers[:] = [
@@ -151,10 +162,11 @@ class Recomputation:
         return output
 
     @contextmanager
-    def _second_run(self, streams: Any, calls: dict[int, int], buffers: list) -> Iterator[None]:
-        now = _stream_states(), self._randomness.calls, [child._buffers[name] for child, name, *_ in buffers], self._recorder.muted
+    def _second_run(self, streams: Any, place: tuple[int, dict[int, int]], buffers: list) -> Iterator[None]:
+        now = _stream_states(), self._randomness.place(), [child._buffers[name] for child, name, *_ in buffers], self._recorder.muted
         _set_stream_states(streams)
-        self._randomness.calls, self._recorder.muted = dict(calls), True
+        self._randomness.return_to(place)
+        self._recorder.muted = True
         for child, name, _, _, before in buffers:
             child._buffers[name] = before.clone()  # a graph that is run backward twice is recomputed twice
         try:
@@ -162,7 +174,8 @@ class Recomputation:
         finally:
             for (child, name, *_), buffer in zip(buffers, now[2], strict=True):
                 child._buffers[name] = buffer
-            self._randomness.calls, self._recorder.muted = now[1], now[3]
+            self._randomness.return_to(now[1])
+            self._recorder.muted = now[3]
             _set_stream_states(now[0])
 
     def remove(self) -> None:

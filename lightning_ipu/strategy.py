@@ -6,15 +6,17 @@ step in a tight loop and then moves Lightning's counters, learning-rate schedule
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
@@ -24,17 +26,27 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities import GradClipAlgorithmType
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ipu.checkpoint import AtomicCheckpointIO
-from lightning_ipu.engine.distributed import DistributedEngine, Processes, broadcast_state
+from lightning_ipu.engine.distributed import (
+    DistributedEngine,
+    PipelineEngine,
+    Processes,
+    StageState,
+    answered,
+    broadcast_state,
+    called_with,
+)
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.host_events import events_of, validation_interval
-from lightning_ipu.partition import check_num_stages, check_splits
+from lightning_ipu.partition import Partition, balanced_splits, check_num_stages, check_splits, cut
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
@@ -136,6 +148,7 @@ class IPUStrategy(DDPStrategy):
         self._evaluation: dict[str, Any] = {}
         self._user_settings: dict[str, Any] = {}
         self._processes: Processes | None = None
+        self._stages: StageState | None = None
 
     # ---- Environment: processes ---------------------------------------------------------------------------------------------
 
@@ -207,11 +220,18 @@ class IPUStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             self.setup_precision_plugin()
             _refuse_optimizers(self.optimizers)
-            self._recorder = LogRecorder(module, self.progress.latest, gather=self._processes and self._processes.gathered)
+            self._recorder = LogRecorder(module, self.progress.latest)
+            if self._processes is not None:
+                self._recorder = LogRecorder(
+                    module, self.progress.latest, gather=self._processes.gathered, speaker=self._processes.parts - 1
+                )
+                self._recorder.muted = not self._processes.is_last  # the last stage runs the whole step
             self._randomness = NamedRandomness(module, seed=self.seed, device=self.root_device)
             self._recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
             self._own_schedules()
             self._make_engine(trainer)
+            if self._stages is not None:
+                self._stages.give_up()
         else:
             self.setup_precision_plugin()
 
@@ -250,25 +270,76 @@ class IPUStrategy(DDPStrategy):
             self._recorder.number = number
             return step(batch, number) if takes_index else step(batch)
 
+        common: dict[str, Any] = {
+            "plan": self.plan,
+            "module": module,
+            "optimizer": optimizer,
+            "step": numbered_step if self._processes else step if takes_index else lambda batch, _: step(batch),
+            "context": None if plain else self.precision_plugin.train_step_context,
+            "randomness": self._randomness,
+            "hooks": {name: self._update_hooks(trainer, f"on_{name}") for name in _UPDATE_HOOKS},
+            "zero_grad": zero_grad,
+            "backward": module.backward if is_overridden("backward", module) else None,
+            "on_micro_batch": self._count_micro_batch,
+        }
+        clip = partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None
         if self._processes is None:
-            engine = LocalEngine
-        else:
-            engine = partial(
-                DistributedEngine, processes=self._processes, stop_signal=lambda: self.progress.stop_signal or 0, on_stop=self._stop
-            )
-        self._engine = engine(
-            plan=self.plan,
-            module=module,
-            optimizer=optimizer,
-            step=numbered_step if self._processes else step if takes_index else lambda batch, _: step(batch),
-            context=None if plain else self.precision_plugin.train_step_context,
-            randomness=self._randomness,
-            hooks={name: self._update_hooks(trainer, f"on_{name}") for name in _UPDATE_HOOKS},
-            zero_grad=zero_grad,
-            backward=module.backward if is_overridden("backward", module) else None,
-            clip=partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None,
-            on_micro_batch=self._count_micro_batch,
+            self._engine = LocalEngine(**common, clip=clip)
+            return
+        common |= {"processes": self._processes, "stop_signal": lambda: self.progress.stop_signal or 0, "on_stop": self._stop}
+        if self._processes.parts == 1:
+            self._engine = DistributedEngine(**common, clip=clip)
+            return
+        self._refuse_in_pipeline(trainer)
+        partition = self._cut(trainer, common["step"], common["context"] or nullcontext)
+        self._stages = StageState(module, partition, self._processes)
+        by_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+        self._engine = PipelineEngine(
+            **common,
+            partition=partition,
+            schedule=self.pipeline_schedule,
+            clip_norm=clip_value if by_norm else None,
+            clip_value=None if by_norm else clip_value,
         )
+
+    def _refuse_in_pipeline(self, trainer: Trainer) -> None:
+        module, accumulation, parts = self.lightning_module, self.plan.gradient_accumulation_factor, self._processes.parts
+        if self.pipeline_schedule == "1F1B" and accumulation < parts:
+            raise PlanError(
+                f"pipeline_schedule=1F1B over {parts} processes needs gradient_accumulation_factor of at least {parts}, not {accumulation};"
+                " raise it, or take GPipe"
+            )
+        for hook in ("configure_gradient_clipping", "backward"):
+            if is_overridden(hook, module):
+                raise PlanError(f"{type(module).__name__}.{hook} is overridden, which several processes with a stage each cannot honour")
+        for callback in trainer.callbacks:
+            if any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__):
+                raise PlanError(
+                    f"the callback {type(callback).__name__} needs the whole network in one process; a pipeline has a stage in each"
+                )
+
+    def _cut(self, trainer: Trainer, step: Any, context: Any) -> Partition:
+        """Cut the network into stages by what the user's step calls `self(...)` with for the first micro-batch; in all processes alike."""
+        module, processes = self.lightning_module, self._processes
+        trainer.fit_loop.setup_data()
+        muted, self._recorder.muted = self._recorder.muted, True
+        with preserved_streams(self.root_device), self._recorder.recording(), _unchanged_metrics(module):
+            batch = self._ready(trainer.fit_loop._combined_loader.flattened[0].data.example(), 0)
+            with context():
+                args, kwargs = called_with(module, lambda: step(batch, 0))
+            if not self.pipeline_splits:
+                found = (
+                    balanced_splits(module, args, kwargs, num_stages=self.plan.num_stages, context=context) if processes.rank == 0 else None
+                )
+                self.pipeline_splits, self.stage_costs = self.broadcast(found)
+                rank_zero_info(f"stages begin at {', '.join(self.pipeline_splits)}")
+            partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
+            results = [torch.zeros_like(result, device=self.root_device, requires_grad=True) for result in partition.boundaries[-1]]
+            with context(), answered(module, lambda *args, **kwargs: partition.restore(results)):
+                output = step(batch, 0)
+        self._recorder.muted = muted
+        _check_loss(module, output if isinstance(output, torch.Tensor) else output["loss"], partition)
+        return partition
 
     def _stop(self, signal: int) -> None:
         self.progress.stop_signal = signal
@@ -300,6 +371,48 @@ class IPUStrategy(DDPStrategy):
         """Replicas that run in this process."""
         return range(self.plan.replication_factor) if self._processes is None else self._processes.replicas
 
+    # ---- Checkpoints, and the whole network where it is needed -----------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        state = super().lightning_module_state_dict()
+        if self._stages is None or self._stages.is_whole:
+            return state
+        own = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self._stages.own(state).items()}
+        merged = self._stages.merged(own)
+        return {name: merged[name] for name in state}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        if self._stages is not None:
+            held = self._stages.merged(apply_to_collection(state["state"], torch.Tensor, torch.Tensor.cpu))
+            state["state"] = {number: held[number] for number in sorted(held)}
+        return state
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._stages is not None:
+            for name, parameter in self.lightning_module.named_parameters():
+                if not self._stages.here(name):
+                    self.optimizers[0].state.pop(parameter, None)
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._stages is not None:
+            self._stages.fetch()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._stages is not None and self._engine is not None:
+            self._stages.give_up()
+
+    @override
+    def on_train_end(self) -> None:
+        if self._stages is not None:
+            self._stages.fetch()
+
     # ---- Data ---------------------------------------------------------------------------------------------------------------
 
     @override
@@ -309,7 +422,11 @@ class IPUStrategy(DDPStrategy):
             return self._evaluation_loader(dataloader)
         accumulation, replicas = self.plan.gradient_accumulation_factor, self._replicas
         places = range(replicas.start * accumulation, replicas.stop * accumulation)
+        if self._processes is not None and not (self._processes.is_first or self._processes.is_last):
+            places = range(0)  # stages in the middle need no data
         data = TrainingData(dataloader, seed=self.seed, shard=Shard(places=places, per_update=self.plan.micro_batches_per_update))
+        if data.is_stream and self._processes is not None:
+            raise PlanError("an IterableDataset is trained on by one process only: its samples cannot be shared out; use devices=1")
         self.plan = plan = _with(self.plan, micro_batch_size=data.micro_batch_size)
         micro_batches = _trained_micro_batches(trainer, data, plan, limit=self._user_settings["limit_train_batches"])
         self.progress.updates_per_epoch = updates = None if micro_batches is None else micro_batches // plan.micro_batches_per_update
@@ -468,6 +585,7 @@ class IPUStrategy(DDPStrategy):
                         handle.take, update=run_update + done, first_micro_batch=(first_update + done) * per_update
                     )
                     progress.updates_done += 1
+                    handle.done = done + 1
                     for schedule, frequency in schedules:
                         if progress.updates_done % frequency == 0:
                             self._lr_step(schedule, None) if self._lr_step else schedule.step()
@@ -655,6 +773,38 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
             raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")
+
+
+@contextmanager
+def _unchanged_metrics(module: LightningModule) -> Iterator[None]:
+    """Leave the metrics of torchmetrics as they were, whatever a step that is run only to be looked at does to them."""
+    metrics = [child for child in module.modules() if isinstance(child, Metric)]
+    before = [(copy.deepcopy(metric.metric_state), metric._update_count, metric._computed) for metric in metrics]
+    try:
+        yield
+    finally:
+        for metric, (state, count, computed) in zip(metrics, before, strict=True):
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed = count, computed
+
+
+def _check_loss(module: LightningModule, loss: torch.Tensor, partition: Partition) -> None:
+    """Refuse a loss that reaches parameters of a stage before the last: they are not where the loss is computed."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    last, nodes, seen = partition.parameters[-1], [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None and name not in last:
+            raise PlanError(
+                f"the loss of {type(module).__name__} uses the parameter {name!r} of an earlier stage directly; in a pipeline a loss can"
+                " reach it through the forward's output only (weight decay belongs to the optimizer)"
+            )
+        nodes += [following for following, _ in node.next_functions]
 
 
 def _refuse_leftovers(environment: ClusterEnvironment) -> None:

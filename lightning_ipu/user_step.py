@@ -77,10 +77,13 @@ class LogRecorder:
         module: whose `log` is stood in for.
         latest: receives the last value under each name, for who wants to show it while a host step runs.
         gather: gives every process's value of something, in the order of processes; None where there is one process.
+        speaker: the process whose word counts for hooks that are called once per weight update in each.
     """
 
-    def __init__(self, module: LightningModule, latest: dict[str, Any] | None = None, *, gather: Gather | None = None) -> None:
-        self.module, self._gather = module, gather
+    def __init__(
+        self, module: LightningModule, latest: dict[str, Any] | None = None, *, gather: Gather | None = None, speaker: int = 0
+    ) -> None:
+        self.module, self._gather, self._speaker = module, gather, speaker
         self.latest = {} if latest is None else latest
         self.weight: int | None = None
         self.update, self.number = 0, 0  # of the weight update in the host step, of the micro-batch in the epoch
@@ -176,8 +179,9 @@ class LogRecorder:
                     raise PlanError(f"self.log({name!r}, ...) needs batch_size=... where several processes evaluate this kind of loader")
             portable.append((hook, name, value, options, weight, update, number))
         everyone = self._gather(portable)
-        # A hook is called once per weight update by every process: the first one's word is enough.
-        records = [record for process, records in enumerate(everyone) for record in records if process == 0 or record[0] is None]
+        records = [
+            record for process, records in enumerate(everyone) for record in records if process == self._speaker or record[0] is None
+        ]
         records.sort(key=lambda record: (record[5], record[6]))
         return [
             (hook, name, _Forwarded(self.module.get_submodule(value[0]), value[1]) if isinstance(value, tuple) else value, *rest)

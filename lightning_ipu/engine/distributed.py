@@ -1,12 +1,15 @@
 """The distributed engine: carries a plan out on several processes with torch.distributed, with the numbers of one process.
 
 A weight update ends in one flattened reduction over the processes that hold other replicas of the same stages: gradients, BatchNorm's
-moves and a flag for signals travel together.
+moves and a flag for signals travel together. Where a replica is spread over processes, torch.distributed.pipelining moves what crosses the
+cuts, and the user's step runs around the forward: on the first stage up to its call of `self(...)`, on the last stage with that call answered
+by the output that arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from lightning_ipu.engine.local import LocalEngine
+from lightning_ipu.engine.local import LocalEngine, ReplicaBuffers
+from lightning_ipu.partition import Partition
 from lightning_ipu.placement import Placement
+from lightning_ipu.plan import PlanError
 
 
 class Processes:
@@ -37,11 +43,25 @@ class Processes:
         self.same_stages, self.same_replica = mesh.get_group("replicas"), mesh.get_group("stages")
         self.device = device
 
-    def gathered(self, value: Any) -> list[Any]:
+    @property
+    def is_first(self) -> bool:
+        """Whether the first stage is here."""
+        return self.part == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last stage is here."""
+        return self.part == self.parts - 1
+
+    def gathered(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Every process's value, in the order of ranks."""
-        values = [None] * self.count
-        dist.all_gather_object(values, value)
+        values = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
         return values
+
+    def peer(self, part: int) -> int:
+        """Rank of the process that holds a part of the same replica."""
+        return self.group * self.parts + part
 
 
 class DistributedEngine(LocalEngine):
@@ -75,6 +95,235 @@ class DistributedEngine(LocalEngine):
         if signalled:
             self._on_stop(round(signals / signalled))
         return [gradient if here else None for gradient, here in zip(sums, present, strict=True)]
+
+
+class Called(BaseException):
+    """Carries what the user's step called `self(...)` with out of the step."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.args, self.kwargs = args, kwargs
+
+
+@contextmanager
+def answered(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let something else answer the module's `self(...)`."""
+    object.__setattr__(module, "forward", forward)
+    try:
+        yield
+    finally:
+        object.__delattr__(module, "forward")
+
+
+def called_with(module: nn.Module, step: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a step calls `self(...)` with.
+
+    Raises:
+        PlanError: the step does not call it.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise Called(args, kwargs)
+
+    with answered(module, forward):
+        try:
+            step()
+        except Called as call:
+            return call.args, call.kwargs
+    raise PlanError(f"the training step of {type(module).__name__} does not call self(...), which is what a pipeline runs; call it once")
+
+
+class PipelineEngine(DistributedEngine):
+    """The distributed engine where this process holds some of the stages of one replica.
+
+    Args:
+        partition: the network cut into stages.
+        schedule: 1F1B, GPipe or Sequential (one micro-batch after the other, no overlap).
+        clip_norm, clip_value: to what gradients are clipped, by their norm over all stages or one by one; None for neither.
+        distributed: as for DistributedEngine.
+    """
+
+    def __init__(
+        self, *, partition: Partition, schedule: str, clip_norm: float | None, clip_value: float | None, **distributed: Any
+    ) -> None:
+        super().__init__(clip=self._clip_gradients if clip_norm or clip_value else None, **distributed)
+        processes, self._partition, self._clip_norm, self._clip_value = self._processes, partition, clip_norm, clip_value
+        self._module, accumulation = distributed["module"], self._plan.gradient_accumulation_factor
+        stage = partition.stage(processes.stages.start, processes.stages.stop - 1)
+        if self._buffers is not None:
+            self._buffers = ReplicaBuffers(stage)
+        self._at_once = 1 if schedule == "Sequential" else accumulation
+        pipeline_stage = PipelineStage(
+            _Seeded(stage, self),
+            processes.part,
+            processes.parts,
+            processes.device,
+            input_args=torch.empty(1, dtype=torch.int64, device="meta") if processes.is_first else tuple(map(_on_the_wire, stage.inputs)),
+            output_args=stage.outputs if processes.is_last else tuple(map(_on_the_wire, stage.outputs)),
+            group=processes.same_replica,
+        )
+        make = Schedule1F1B if schedule == "1F1B" else ScheduleGPipe
+        self._schedule = make(pipeline_stage, self._at_once, loss_fn=self._loss, scale_grads=False)  # everywhere: it says that there is a backward
+
+    def _run_replica(self, take: Callable[[], Any], update: int, replica: int, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        self._take, self._update, self._replica, self._number = take, update, replica, number
+        self._forwards = 0
+        self._result: tuple[torch.Tensor, dict[str, Any]] = torch.zeros((), device=self._processes.device), {}
+        accumulation = self._plan.gradient_accumulation_factor
+        for start in range(0, accumulation, self._at_once):
+            numbers = torch.arange(start, start + self._at_once, device=self._processes.device)
+            if self._processes.is_first:
+                self._schedule.step(numbers, return_outputs=False)
+            elif self._processes.is_last:
+                self._schedule.step(target=numbers, losses=[], return_outputs=False)
+            else:
+                self._schedule.step()
+        return self._result
+
+    def forward_of(self, stage: nn.Module, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """One micro-batch through this process's stages; on the first, `values` are only its number."""
+        micro_batch = self._forwards
+        self._forwards += 1
+        self._randomness.begin(self._update, self._replica, micro_batch)
+        with (self._context or nullcontext)():
+            if self._processes.is_first:
+                batch = self._take()
+                args, kwargs = called_with(self._module, lambda: self._step(batch, self._number + micro_batch))
+                values = self._partition.flatten(*args, **kwargs)
+            else:
+                values = tuple(map(_off_the_wire, values, stage.inputs))
+            results = stage(*values)
+        if self._processes.is_last:
+            return results
+        self._on_micro_batch()
+        return tuple(map(_on_the_wire, results))
+
+    def _loss(self, results: Any, micro_batch: torch.Tensor) -> torch.Tensor:
+        """On the last stage: the user's step around the output that arrived; its share of the update's loss."""
+        output = self._partition.restore(results if isinstance(results, tuple) else (results,))
+        calls = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return output
+
+        place = int(micro_batch)
+        with answered(self._module, forward):
+            loss, extra = self._forward(self._take(), self._number + place, self._update, self._replica, place)
+        if len(calls) != 1:
+            raise PlanError(
+                f"the training step of {type(self._module).__name__} calls self(...) {len(calls)} times; a pipeline needs exactly one call"
+            )
+        scaled = loss / self._plan.micro_batches_per_update
+        if self._replica == self._replicas.start and place == 0:
+            for hook in self._hooks["before_backward"]:
+                hook(scaled)
+        self._result = loss.detach(), extra
+        self._on_micro_batch()
+        return scaled
+
+    def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        loss, extra = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
+        # Every stage learns of signals that any received, and of the loss.
+        signal = float(self._stop_signal())
+        facts = torch.tensor([float(signal > 0), signal, loss.item() if self._processes.is_last else 0.0], dtype=torch.float64)
+        facts = facts.to(self._processes.device)
+        dist.all_reduce(facts, group=self._processes.same_replica)
+        signalled, signals, total = facts.tolist()
+        if signalled:
+            self._on_stop(round(signals / signalled))
+        return torch.tensor(total, device=self._processes.device), extra
+
+    def _clip_gradients(self) -> None:
+        parameters = [parameter for parameter in self._parameters() if parameter.grad is not None]
+        if self._clip_value:
+            nn.utils.clip_grad_value_(parameters, self._clip_value)
+            return
+        squares = torch.zeros((), device=self._processes.device)
+        if parameters:
+            squares = nn.utils.get_total_norm([parameter.grad for parameter in parameters]) ** 2
+        dist.all_reduce(squares, group=self._processes.same_replica)
+        nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, squares.sqrt())
+
+
+class _Seeded(nn.Module):
+    """What a schedule calls: a stage under the seeds of the micro-batch that goes through it."""
+
+    def __init__(self, stage: nn.Module, engine: PipelineEngine) -> None:
+        super().__init__()
+        self.stage, self._engine = stage, [engine]  # in a list, so that torch does not look into it
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._engine[0].forward_of(self.stage, values)
+
+
+def _dimensions(tensor: torch.Tensor) -> list[int]:
+    """Dimensions of a dense tensor from the slowest to the fastest, as they lie in memory."""
+    return sorted(range(tensor.dim()), key=lambda dimension: (-tensor.stride(dimension), dimension))
+
+
+def _on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a dense tensor that is contiguous, as gloo will have it: channels_last images by their channels last."""
+    return tensor.permute(_dimensions(tensor))
+
+
+def _off_the_wire(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The view that `_on_the_wire` was made from."""
+    dimensions = _dimensions(like)
+    return tensor.permute([dimensions.index(place) for place in range(tensor.dim())])
+
+
+class StageState:
+    """Parameters and buffers of the stages that live elsewhere: given up while training, fetched when the whole network is needed.
+
+    Args:
+        module: the whole network.
+        partition: the network cut into stages.
+        processes: who holds which stages.
+    """
+
+    def __init__(self, module: nn.Module, partition: Partition, processes: Processes) -> None:
+        self._processes = processes
+        self.owners: dict[str, int] = {}  # parameters and buffers by name to the part that holds them
+        held = len(partition) // processes.parts
+        for names in (partition.parameters, partition.buffers):
+            for stage, of_stage in enumerate(names):
+                self.owners |= dict.fromkeys(of_stage, stage // held)
+        tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+        self._tensors = {name: tensors[name] for name in sorted(self.owners)}
+        self._layouts = {name: (tensor.shape, tensor.stride()) for name, tensor in self._tensors.items()}
+        self.is_whole = True
+
+    def here(self, name: str) -> bool:
+        """Whether this process holds a parameter or buffer."""
+        return self.owners[name] == self._processes.part
+
+    @torch.no_grad()
+    def give_up(self) -> None:
+        """Free what other processes hold; a single zero stands for each tensor."""
+        for name, tensor in self._tensors.items():
+            if not self.here(name):
+                tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(self._layouts[name][0])
+                tensor.grad = None
+        self.is_whole = False
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Have the whole network in every process, each stage from the process that trains it."""
+        for name, tensor in self._tensors.items():
+            if not self.here(name):
+                tensor.data = torch.empty_strided(*self._layouts[name], dtype=tensor.dtype, device=tensor.device)
+            dist.broadcast(tensor.data, self._processes.peer(self.owners[name]), group=self._processes.same_replica)
+        self.is_whole = True
+
+    def own(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Of a state_dict, what this process holds; the first process of a replica also answers for what is no parameter or buffer."""
+        return {name: value for name, value in tensors.items() if (self.here(name) if name in self.owners else self._processes.is_first)}
+
+    def merged(self, own: dict[Any, Any]) -> dict[Any, Any]:
+        """The parts that the processes of a replica hold of a dictionary of tensors, as one dictionary in each."""
+        everyone = self._processes.gathered(own, self._processes.same_replica)
+        return {key: value for part in everyone for key, value in part.items()}
 
 
 def all_reduce_flat(tensors: list[torch.Tensor], *, group: dist.ProcessGroup) -> None:
