@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, St
 from lightning_ipu.plan import Plan
 
 # Callbacks that act on every weight update, by the names of their classes (or of a base class).
-_EVERY_UPDATE = ("WeightAveraging", "LearningRateFinder")
+_EVERY_UPDATE = ("WeightAveraging", "LearningRateFinder", "_LRCallback")
 
 
 @dataclass

@@ -1,47 +1,24 @@
 """Cut a network into stages: before the submodules that are named to begin one, or where measured cost balances them.
 
-The unmodified forward runs once, on tensors without data, and what it calls is written down: submodules without a cut inside whole, whatever
-they do, and the tensor operations between them one by one. The record is split before each named submodule, and every value that is still
-needed later crosses the cut. Alternatives: torch.export refuses a value that feeds more than one later stage; torch.fx's own tracer
-refuses control flow on shapes, and freezes `self.training` and `torch.no_grad` without a word. Shapes are part of the record: a micro-batch
-of another shape needs a cut of its own.
+The record of a forward is split before each named submodule. Every value that is still needed later crosses the cut, so that skip connections may
+span whole stages and a cut may fall inside a residual block. A stage calls the network's own submodules, with their names, state and hooks.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
-import operator
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import map_aggregate
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_ipu.plan import PlanError
-from lightning_ipu.randomness import preserved_streams
-from lightning_ipu.stage import _may_draw
-
-MakeContext = Callable[[], AbstractContextManager]
-
-# Tensor methods and functions that turn data into Python values, on which a forward may then branch.
-_READS_DATA = {
-    *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__array__"),
-    *("equal", "allclose", "is_nonzero"),
-}
-_TOUCHES_GRAPH = {"backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__set__"}
-_STATIC = (int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
-
+from lightning_ipu.record import MakeContext, Record, Untraceable, borrowed, example, flatten, unflatten
 
 # ---- Names -------------------------------------------------------------------------------------------------------------------
 
@@ -97,456 +74,6 @@ def _leaves_before(module: nn.Module, split: str) -> Iterator[str]:
             yield name
 
 
-# ---- The record of a forward -------------------------------------------------------------------------------------------------
-
-
-class _Untraceable(PlanError):
-    """Something in the forward of a module that has a cut inside; the same would be fine in a module without."""
-
-    def __init__(self, message: str, module: nn.Module) -> None:
-        super().__init__(message)
-        self.module = module
-
-
-class _Spec(NamedTuple):
-    """What a receiver must know of a tensor; dense strides, whatever the sender's are."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def empty(self, device: torch.device | str = "meta") -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-def _spec(tensor: Tensor) -> _Spec:
-    with torch._C.DisableTorchFunction():
-        shape, stride = tensor.shape, tensor.stride()
-        room = 1
-        for size, step in sorted((pair for pair in zip(shape, stride, strict=True) if pair[0] != 1), key=lambda pair: pair[1]):
-            if step != room:  # gaps or overlaps do not cross a cut: row by row
-                stride = tuple(shape[place + 1 :].numel() for place in range(len(shape)))
-                break
-            room *= size
-        return _Spec(shape, stride, tensor.dtype, tensor.requires_grad)
-
-
-def _storage(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
-
-
-def _versions(value: Any) -> list[tuple[Tensor, int]]:
-    with torch._C.DisableTorchFunction():
-        return [(tensor, tensor._version) for tensor in _tensors(value)]
-
-
-def _changed(versions: list[tuple[Tensor, int]]) -> set[int]:
-    with torch._C.DisableTorchFunction():
-        return {tensor.untyped_storage()._cdata for tensor, version in versions if tensor._version != version}
-
-
-def _autocast_state() -> tuple[Any, ...]:
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_aggregate(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
-    return found
-
-
-def _gradients_off() -> bool:
-    before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    return before
-
-
-def _gradients_back(before: bool) -> None:
-    torch._C._set_grad_enabled(before)
-
-
-class _Recorder(TorchFunctionMode):
-    """Writes down what a forward calls, in order, as nodes of a torch.fx graph.
-
-    Args:
-        module: whose forward it is.
-        goes_into: says of a submodule, by name and itself, whether its own calls are written down instead of the call of it.
-    """
-
-    def __init__(self, module: nn.Module, goes_into: Callable[[str, nn.Module], bool]) -> None:
-        super().__init__()
-        self._root, self._goes_into = module, goes_into
-        self._names = {id(child): name for name, child in module.named_modules()}
-        self.graph, self.order = fx.Graph(), []
-        self.entries: list[tuple[str, int]] = []  # submodules as they are called, and how many nodes came before
-        self.opened: dict[str, nn.Module] = {"": module}  # the submodules gone into
-        self.uses: dict[Any, list[int]] = {}  # state (by id of its tensor, or name of a module that draws) to the nodes that use it
-        self.changed: set[int] = set()  # storages that some node changes in place
-        self.leaf: str | None = None  # the submodule that runs unrecorded
-        self._owners: dict[int, str] = {}
-        self._nodes: dict[int, fx.Node] = {}
-        self._alive: list[Tensor] = []  # so that ids stay unique
-        self._stack: list[nn.Module] = [module]
-        self._function = ""
-        self._thread = threading.get_ident()
-
-    def begin(self) -> None:
-        """Take note of what the modules hold, and of the context."""
-        self._autocast = _autocast_state()
-        for name, child in self._root.named_modules():
-            for key, value in [*child._parameters.items(), *child._buffers.items(), *vars(child).items()]:
-                if isinstance(value, Tensor):
-                    self._owners.setdefault(id(value), f"{name}.{key}" if name else key)
-
-    def end(self) -> None:
-        """Let go of the tensors."""
-        self._alive.clear()
-        self._nodes.clear()
-
-    # What calls and is called
-
-    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Stand in for nn.Module.__call__."""
-        if threading.get_ident() != self._thread:
-            return original(module, *args, **kwargs)
-        name = self._names.get(id(module))
-        if self.leaf is not None or name is None:
-            return self._enter(original, module, args, kwargs)
-        self.entries.append((name, len(self.order)))
-        if self._goes_into(name, module):
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or "forward" in vars(module):
-                raise _Untraceable(
-                    f"{name!r} has hooks, or is recomputed, as a whole, and a stage would begin inside it; cut elsewhere", module
-                )
-            self.opened[name] = module
-            return self._enter(original, module, args, kwargs)
-        versions = _versions((args, kwargs))
-        self.leaf = name
-        output = self._enter(original, module, args, kwargs)  # after an exception `leaf` says where it came from
-        self.leaf = None
-        for tensor in [*module.parameters(), *module.buffers()]:
-            self._use(id(tensor), len(self.order))
-        self._write("call_module", name, args, kwargs, output, versions)
-        return output
-
-    def _enter(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._stack.append(module)
-        output = original(module, *args, **kwargs)
-        self._stack.pop()
-        return output
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.leaf is not None:
-            return func(*args, **kwargs)
-        name = self._function = getattr(func, "__name__", str(func))
-        inputs = _tensors((args, kwargs))
-        if name == "__iter__":  # tensors inside an iterator would not be seen
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
-        if inputs and name in _READS_DATA:
-            raise self._refusal(f"looks at the values of a tensor ({name}), so that its control flow may depend on data")
-        if name in _TOUCHES_GRAPH:
-            raise self._refusal(f"calls {name} on a tensor")
-        versions = _versions(inputs)
-        output = func(*args, **kwargs)
-        if _tensors(output) or (output is None and inputs):
-            if name == "__get__":
-                self._write("call_function", getattr, (args[0], func.__self__.__name__), {}, output, versions)
-            elif getattr(torch.Tensor, name, None) == func and isinstance(args[0], Tensor):
-                self._write("call_method", name, args, kwargs, output, versions)
-            else:
-                self._write("call_function", func, args, kwargs, output, versions)
-        return output
-
-    def drew(self, operation: Any) -> None:
-        """Told of every operation that draws random numbers: only a module that is seeded by its name may."""
-        module = self._stack[-1]
-        name = self._names.get(id(module), "")
-        if self.leaf is not None and name and _may_draw(module) and module.training:
-            self._use(name, len(self.order))
-            return
-        where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
-        drawn = self._function if self.leaf is None and self._function else str(operation)
-        raise _Untraceable(
-            f"the forward of {where} draws random numbers by {drawn}, which in a pipeline would depend on the stages;"
-            " use a module such as nn.Dropout, or draw in a submodule of its own that holds no others, and in training only",
-            module,
-        )
-
-    # The record
-
-    def placeholder(self, tensor: Tensor) -> fx.Node:
-        node = self.graph.placeholder(f"input_{len(self._alive)}")
-        self._bind(tensor, node)
-        return node
-
-    def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node whose value a tensor is; a parameter, buffer or other tensor that a module holds is read where it is used."""
-        if id(tensor) in self._nodes:
-            return self._nodes[id(tensor)]
-        if id(tensor) not in self._owners:
-            raise self._refusal(
-                f"uses a tensor {list(tensor.shape)} that no recorded operation made (a custom autograd.Function, a container that is"
-                " neither tuple, list nor dict, or a tensor from outside the network)"
-            )
-        self._use(id(tensor), len(self.order))
-        node = self.graph.create_node("get_attr", self._owners[id(tensor)])
-        node.meta.update(spec=_spec(tensor), storage=_storage(tensor))
-        return node
-
-    def _use(self, key: Any, place: int) -> None:
-        self.uses.setdefault(key, []).append(place)
-
-    def _write(self, op: str, target: Any, args: Any, kwargs: Any, output: Any, versions: list[tuple[Tensor, int]]) -> None:
-        if _autocast_state() != self._autocast:
-            raise self._refusal("switches autocast between its submodules; do so inside a submodule")
-        held = not torch.is_grad_enabled()
-        if held:
-            before = self._append("call_function", _gradients_off, (), {})
-        args, kwargs = map_aggregate(tuple(args), self._argument), map_aggregate(dict(kwargs), self._argument)
-        node = self._append(op, target, args, kwargs)
-        changed = _changed(versions)
-        self.changed |= changed
-        node.meta["changes"] = changed
-        node.meta["steady"] = op != "call_module"
-        self._take(output, node)
-        if held:
-            self._append("call_function", _gradients_back, (before,), {})
-
-    def _append(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(steady=False, changes=set())
-        self.order.append(node)
-        return node
-
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self.node_of(value)
-        if isinstance(value, _STATIC):
-            return value
-        raise self._refusal(
-            f"passes a {type(value).__name__} on; only tensors, numbers, strings and tuples, lists and dicts of them can be"
-        )
-
-    def _take(self, output: Any, node: fx.Node) -> None:
-        """Bind every tensor in an output to a node."""
-        if isinstance(output, Tensor):
-            self._bind(output, node)
-        elif isinstance(output, (tuple, list, dict)):
-            for key, item in output.items() if isinstance(output, dict) else enumerate(output):
-                if _tensors(item):
-                    child = self._append("call_function", operator.getitem, (node, key), {})
-                    child.meta["steady"] = node.meta["steady"]
-                    self._take(item, child)
-
-    def _bind(self, tensor: Tensor, node: fx.Node) -> None:
-        self._nodes[id(tensor)] = node
-        self._alive.append(tensor)
-        node.meta.update(spec=_spec(tensor), storage=_storage(tensor))
-
-    def _refusal(self, what: str) -> _Untraceable:
-        module = self._stack[-1]
-        name = self._names.get(id(module)) or type(module).__name__
-        return _Untraceable(
-            f"the forward of {name} {what}; with a pipeline split inside it, it must be plain. Move that into a submodule without a split inside",
-            module,
-        )
-
-
-class _WatchDraws(TorchDispatchMode):
-    """Tells a recorder of every operation that draws random numbers."""
-
-    def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
-            if given.get("dropout_p", 1.0) != 0.0 and given.get("train", True) is not False:
-                self._recorder.drew(func)
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _borrowed(module: nn.Module, *, training: bool, fake: FakeTensorMode | None) -> Iterator[None]:
-    """Lend a network out: training or not, with copies in place of its tensors, and afterwards exactly as it was.
-
-    The copies are without data where `fake` is given; else only buffers are copied, parameters are used and not changed.
-    """
-    held = [(child, vars(child).copy(), child._parameters.copy(), child._buffers.copy()) for child in module.modules()]
-    copies: dict[int, Tensor] = {}
-
-    def copy(tensor: Tensor, is_parameter: bool) -> Tensor:
-        if fake is None and is_parameter:
-            return tensor
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone() if fake is None else fake.from_tensor(tensor, static_shapes=True)
-        return copies[id(tensor)]
-
-    try:
-        with preserved_streams(next((tensor.device for tensor in module.parameters()), None)):
-            for child, attributes, parameters, buffers in held:
-                child.training = training
-                for target, source in ((child._parameters, parameters), (child._buffers, buffers), (vars(child), attributes)):
-                    tensors = {key: value for key, value in source.items() if isinstance(value, Tensor)}
-                    target.update({key: copy(value, target is child._parameters) for key, value in tensors.items()})
-            yield
-    finally:
-        for child, attributes, parameters, buffers in held:
-            for target, source in ((child._parameters, parameters), (child._buffers, buffers), (vars(child), attributes)):
-                target.clear()
-                target.update(source)
-
-
-_TENSOR = object()  # stands for a tensor in a flat list of leaves
-_Structure = tuple[list[Any], TreeSpec]
-
-
-def _flatten(value: Any) -> tuple[list[Tensor], _Structure]:
-    leaves, tree = tree_flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], ([_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
-
-
-def _unflatten(tensors: Iterable[Tensor], structure: _Structure) -> Any:
-    flat = iter(tensors)
-    return tree_unflatten([next(flat) if leaf is _TENSOR else leaf for leaf in structure[0]], structure[1])
-
-
-def _example(tensor: Tensor, device: torch.device, *, with_data: bool) -> Tensor:
-    if with_data and not tensor.is_meta:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    spec = _spec(tensor)
-    made = spec.empty(device if tensor.is_meta else tensor.device)
-    return made.detach().zero_().requires_grad_(spec.requires_grad) if with_data else made
-
-
-class _Record:
-    """The forward of a network written down: its nodes in order, its structure, and what state is used where."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        goes_into: Callable[[str, nn.Module], bool],
-        *,
-        training: bool,
-        context: MakeContext,
-    ) -> None:
-        self.module = module
-        recorder = _Recorder(module, goes_into)
-        try:
-            self._run(recorder, args, kwargs, training=training, context=context, fake=FakeTensorMode(allow_non_fake_inputs=True))
-        except Exception:
-            if recorder.leaf is None:
-                raise
-            # A submodule whose control flow asks for data gets some; it may do what it likes in there.
-            recorder = _Recorder(module, goes_into)
-            self._run(recorder, args, kwargs, training=training, context=context, fake=None)
-        self.order, self.entries, self.opened, self.uses = recorder.order, recorder.entries, set(recorder.opened), recorder.uses
-        self.called = Counter(name for name, _ in self.entries)
-        self._changed = recorder.changed
-        self._place = {node: -1 for node in self.inputs} | {node: place for place, node in enumerate(self.order)}
-        self.constants: set[fx.Node] = set()  # made of nothing: made anew in each stage instead of crossing cuts
-        self._last_use: dict[fx.Node, int] = {}
-        for place, node in enumerate(self.order):
-            steady = node.meta["steady"] and not node.meta["changes"] and node.meta.get("storage") not in self._changed
-            if steady and all(source in self.constants for source in node.all_input_nodes):
-                self.constants.add(node)
-            else:
-                self._last_use.update(dict.fromkeys(node.all_input_nodes, place))
-        self._last_use.update(dict.fromkeys(self.outputs, len(self.order)))
-
-    def _run(
-        self,
-        recorder: _Recorder,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        training: bool,
-        context: MakeContext,
-        fake: FakeTensorMode | None,
-    ) -> None:
-        module, original = self.module, nn.Module.__call__
-        given, self.input_structure = _flatten((args, kwargs))
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        with ExitStack() as stack:
-            for entered in (
-                torch.inference_mode(False),
-                _borrowed(module, training=training, fake=fake),
-                fake,
-                torch.enable_grad(),
-                context(),
-            ):
-                stack.enter_context(entered or nullcontext())
-            stack.callback(torch.clear_autocast_cache)
-            inputs = [_example(tensor, device, with_data=fake is None) for tensor in given]
-            recorder.begin()
-            self.names: dict[int, list[str]] = {}
-            for name, tensor in [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]:
-                self.names.setdefault(id(tensor), []).append(name)
-            self.inputs = [recorder.placeholder(tensor) for tensor in inputs]
-            held = {child: _held(child) for child in module.modules()}
-            nn.Module.__call__ = lambda self, *args, **kwargs: recorder.call(original, self, args, kwargs)
-            stack.callback(setattr, nn.Module, "__call__", original)
-            stack.enter_context(_WatchDraws(recorder))
-            args, kwargs = _unflatten(inputs, self.input_structure)
-            with recorder:
-                output = module.forward(*args, **kwargs)
-            for name, child in recorder.opened.items():
-                for key in {key for key, _ in _held(child) ^ held[child]}:
-                    where = f"{name}.{key}" if name else key
-                    raise _Untraceable(
-                        f"the forward of {name or type(module).__name__} puts a tensor in {where!r}, which a stage would not;"
-                        " do so in a submodule without a split inside",
-                        child,
-                    )
-            tensors, self.output_structure = _flatten(output)
-            for leaf in self.output_structure[0]:
-                if leaf is not _TENSOR and not isinstance(leaf, _STATIC):
-                    raise PlanError(
-                        f"{type(module).__name__}.forward returns a {type(leaf).__name__}; in a pipeline only tensors, numbers, strings and"
-                        " tuples, lists and dicts of them can be returned"
-                    )
-            if not tensors:
-                raise PlanError(f"{type(module).__name__}.forward returns no tensor, so that nothing can be pipelined")
-            self.outputs = [recorder.node_of(tensor) for tensor in tensors]
-            recorder.end()
-
-    def crossing(self, place: int) -> list[fx.Node]:
-        """The nodes whose values cross a cut before the node in a place: made before, needed there or later."""
-        made = [*self.inputs, *self.order[:place]]
-        return [node for node in made if self._last_use.get(node, -1) >= place and node not in self.constants]
-
-    def aliased(self, nodes: list[fx.Node]) -> bool:
-        """Whether among values that cross a cut two share memory that something changes in place; behind the cut they no longer would."""
-        shared = Counter(node.meta["storage"] for node in nodes)
-        return any(count > 1 and storage in self._changed for storage, count in shared.items())
-
-    def spec(self, node: fx.Node) -> _Spec:
-        return node.meta["spec"]
-
-    def state_names(self, key: Any) -> str:
-        """How messages call a piece of state that is used by more than one stage."""
-        if isinstance(key, str):
-            return f"the submodule {key!r}, which draws random numbers,"
-        kind = (
-            "parameter" if any(name in dict(self.module.named_parameters(remove_duplicate=False)) for name in self.names[key]) else "buffer"
-        )
-        return f"the {kind} {' = '.join(map(repr, self.names[key]))}"
-
-
-def _held(module: nn.Module) -> set[tuple[str, int]]:
-    return {(key, id(value)) for key, value in [*module._buffers.items(), *vars(module).items()] if isinstance(value, Tensor)}
-
-
 # ---- Stages ------------------------------------------------------------------------------------------------------------------
 
 
@@ -560,7 +87,7 @@ class Stage(nn.Module):
         inputs, outputs: what comes in and goes out, as meta tensors that require gradients where the values do.
     """
 
-    def __init__(self, record: _Record, begin: int, end: int, *, inputs: list[fx.Node], outputs: list[fx.Node], is_last: bool) -> None:
+    def __init__(self, record: Record, begin: int, end: int, *, inputs: list[fx.Node], outputs: list[fx.Node], is_last: bool) -> None:
         super().__init__()
         self.inputs = tuple(record.spec(node).empty() for node in inputs)
         self.outputs = tuple(record.spec(node).empty() for node in outputs)
@@ -583,10 +110,6 @@ class Stage(nn.Module):
 
         changed = set().union(*(node.meta["changes"] for node in body))
         if begin > 0:  # what arrives is a leaf of this stage's autograd graph, which must not be changed in place
-            if record.aliased(inputs):
-                raise PlanError(
-                    "two tensors that share memory, one changed in place later, cross a pipeline split; change a copy, or cut elsewhere"
-                )
             copies |= {node: graph.call_method("clone", (copies[node],)) for node in inputs if node.meta["storage"] in changed}
         for node in body:
             copy(node)
@@ -645,7 +168,7 @@ class Partition:
         opened: the submodules with a cut inside. They are not called as a whole: a hook or a wrapper on them would not run.
     """
 
-    def __init__(self, record: _Record, splits: list[str], starts: list[int]) -> None:
+    def __init__(self, record: Record, splits: list[str], starts: list[int]) -> None:
         self.splits, self.opened = splits, record.opened - {""}
         self._record, self._starts = record, [0, *starts, len(record.order)]
         self._crossings = [record.inputs, *map(record.crossing, starts), record.outputs]
@@ -678,12 +201,12 @@ class Partition:
         Raises:
             PlanError: the call differs from the one that the network was cut for in more than the tensors' values.
         """
-        tensors, (leaves, tree) = _flatten((args, kwargs))
+        tensors, (leaves, tree) = flatten((args, kwargs))
         expected_leaves, expected_tree = self._record.input_structure
         if tree != expected_tree or any(a is not b and a != b for a, b in zip(leaves, expected_leaves, strict=True)):
             raise PlanError(
-                f"self(...) was called with {_unflatten(map(_Shown, tensors), (leaves, tree))}, but the network was cut for"
-                f" {_unflatten(map(_Shown, self.boundaries[0]), self._record.input_structure)}; all calls in a pipeline must be alike"
+                f"self(...) was called with {unflatten(map(_Shown, tensors), (leaves, tree))}, but the network was cut for"
+                f" {unflatten(map(_Shown, self.boundaries[0]), self._record.input_structure)}; all calls in a pipeline must be alike"
             )
         for tensor, expected in zip(tensors, self.boundaries[0], strict=True):
             if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
@@ -695,7 +218,7 @@ class Partition:
 
     def restore(self, results: Iterable[Tensor]) -> Any:
         """What the forward returns, out of the last stage's results."""
-        return _unflatten(results, self._record.output_structure)
+        return unflatten(results, self._record.output_structure)
 
     def _ownership(self) -> tuple[list[set[str]], list[set[str]]]:
         record = self._record
@@ -754,7 +277,7 @@ def cut(
         PlanError: the forward cannot be cut there; the message names the module and what to do.
     """
     _check_names(module, splits)
-    record = _Record(
+    record = Record(
         module,
         args,
         kwargs or {},
@@ -767,7 +290,8 @@ def cut(
         if record.called[split] != 1:
             times = "not called" if not record.called[split] else f"called {record.called[split]} times"
             raise PlanError(
-                f"pipeline_splits={split!r} is {times} by the forward of {type(module).__name__}; name a submodule that is called exactly once"
+                f"pipeline_splits={split!r} is {times} by the forward of {type(module).__name__} in"
+                f" {'training' if training else 'evaluation'}; name a submodule that is called exactly once"
             )
     starts = [first_calls[split] for split in splits]
     for before, split in zip(splits, splits[1:], strict=False):
@@ -775,9 +299,15 @@ def cut(
             order = sorted(splits, key=lambda name: first_calls[name])
             raise PlanError(f"pipeline_splits has {split!r} after {before!r}, but the forward calls it before; the order is {order}")
     for place, (begin, end) in enumerate(zip([0, *starts], [*starts, len(record.order)], strict=True)):
-        if not any(node.op == "call_module" for node in record.order[begin:end]):
+        if splits and not any(node.op == "call_module" for node in record.order[begin:end]):
             where = f"before {splits[place]!r}" if place < len(splits) else f"from {splits[-1]!r} on"
             raise PlanError(f"pipeline_splits={splits} leaves stage {place} ({where}) empty: it would call no submodule")
+    for split, start in zip(splits, starts, strict=True):
+        if record.aliased(start):
+            raise PlanError(
+                f"pipeline_splits={split!r}: two tensors that are made before {split!r} share memory, and one is changed in place later;"
+                " change a copy of it, or cut elsewhere"
+            )
     return Partition(record, splits, starts)
 
 
@@ -818,7 +348,7 @@ def balanced_splits(
 ) -> tuple[list[str], list[StageCost]]:
     """Measure a network in training block by block and choose the cuts that make its slowest stage fastest.
 
-    A cut is possible before a submodule with parameters where no more values cross than at the beginning of the block around it:
+    A cut is possible before a submodule with parameters that evaluation calls too, and where no more values cross than at the beginning of the block around it:
     between residual blocks, not inside them. Neither gradients, buffers, mode nor random streams are changed.
 
     Args:
@@ -832,8 +362,9 @@ def balanced_splits(
     Raises:
         PlanError: the network has too few places to cut, or its forward cannot be cut at all.
     """
-    record = _deep_record(module, args, kwargs or {}, context)
-    candidates = _candidates(record)
+    record = _deep_record(module, args, kwargs or {}, context, training=True)
+    evaluated = _deep_record(module, args, kwargs or {}, context, training=False).called
+    candidates = {name: place for name, place in _candidates(record).items() if evaluated[name] == 1}
     if num_stages > len(candidates) + 1:
         places = ", ".join(candidates) or "none"
         raise PlanError(
@@ -896,7 +427,7 @@ def choose_cuts(seconds: list[float], transfer: list[float], num_stages: int) ->
     return best[count][1][1:]
 
 
-def _deep_record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: MakeContext) -> _Record:
+def _deep_record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: MakeContext, *, training: bool) -> Record:
     """Write a forward down as deep as it can be: kinds of modules that cannot be gone into are taken whole."""
     whole: set[type] = {nn.MultiheadAttention}
 
@@ -906,14 +437,14 @@ def _deep_record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     while True:
         try:
-            return _Record(module, args, kwargs, goes_into, training=True, context=context)
-        except _Untraceable as refusal:
+            return Record(module, args, kwargs, goes_into, training=training, context=context)
+        except Untraceable as refusal:
             if refusal.module is module or type(refusal.module) in whole:
                 raise
             whole.add(type(refusal.module))
 
 
-def _candidates(record: _Record) -> dict[str, int]:
+def _candidates(record: Record) -> dict[str, int]:
     """The submodules before which a network may be cut, and their places in the order of execution."""
     module, begins = record.module, dict(reversed(record.entries))
     tied = [(min(places), max(places)) for key, places in record.uses.items() if isinstance(key, str) or key in record.names]
@@ -928,7 +459,7 @@ def _candidates(record: _Record) -> dict[str, int]:
             and record.called[name] == 1
             and next(module.get_submodule(name).parameters(), None) is not None
             and not any(first < place <= last for first, last in tied)
-            and not record.aliased(crossing)
+            and not record.aliased(place)
             and all(len(crossing) <= len(record.crossing(begins[outer])) for outer in around if outer in begins)
         ):
             found[place] = name
@@ -938,7 +469,7 @@ def _candidates(record: _Record) -> dict[str, int]:
 def _measure(parts: Partition, args: tuple[Any, ...], kwargs: dict[str, Any], context: MakeContext) -> tuple[list[float], list[int]]:
     """Seconds (forward and backward) and bytes kept for the backward of each part of a network, for one micro-batch.
 
-    Once to warm up, then up to three times or for ten seconds; the fastest counts.
+    Once to warm up, then up to three times or for five seconds; the fastest counts.
     """
     module = parts._record.module
     device = next(module.parameters()).device
@@ -949,9 +480,9 @@ def _measure(parts: Partition, args: tuple[Any, ...], kwargs: dict[str, Any], co
     seconds, kept = [float("inf")] * len(stages), [0] * len(stages)
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(_borrowed(module, training=True, fake=None))
+        stack.enter_context(borrowed(module, training=True, fake=None))
         stack.enter_context(torch.enable_grad())
-        values = [_example(tensor, device, with_data=True) for tensor in parts.flatten(*args, **kwargs)]
+        values = [example(tensor, device, with_data=True) for tensor in parts.flatten(*args, **kwargs)]
         started = time.perf_counter()
         for turn in range(4):
             spent = [0.0] * len(stages)
@@ -989,7 +520,7 @@ def _measure(parts: Partition, args: tuple[Any, ...], kwargs: dict[str, Any], co
                 gradients = [next(flowing, None) if leaf.requires_grad else None for leaf in leaves]
             if turn:
                 seconds = list(map(min, seconds, spent))
-                if time.perf_counter() - started > 10:
+                if time.perf_counter() - started > 5:
                     break
     return seconds, kept
 

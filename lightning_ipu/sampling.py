@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from lightning_fabric.utilities.data import sized_len
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
 
 from lightning_ipu.plan import Plan, PlanError
@@ -72,7 +73,7 @@ class EvaluationBatchSampler:
     How many samples each batch holds is noted, since averages are weighted by that; a batch that only fills up the last round has 0.
     """
 
-    def __init__(self, batches: BatchSampler, *, seed: int, total: int, index: int, count: int) -> None:
+    def __init__(self, batches: BatchSampler, *, seed: int, total: int | None, index: int, count: int) -> None:
         self.batches, self.seed, self.total, self.index, self.count = batches, seed, total, index, count
         self.sizes: deque[int] = deque()
 
@@ -92,6 +93,8 @@ class EvaluationBatchSampler:
             yield None, filling
 
     def __len__(self) -> int:
+        if self.total is None:
+            raise TypeError("a sampler without a length")
         return -(-self.total // self.count)
 
 
@@ -299,13 +302,29 @@ for _name in ("neg", "lt", "le", "gt", "ge", "float", "int"):
     setattr(HostStep, f"__{_name}__", _like_a_tensor(f"__{_name}__"))
 
 
+def _undisturbed(loader: DataLoader) -> Iterator[Any]:
+    """A loader's batches, with the random streams left alone."""
+    with preserved_streams():
+        batches = iter(loader)
+    while True:
+        with preserved_streams():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
+
+
 class HostSteps:
     """The training loader as Lightning's loop sees it: as long as the epoch has micro-batches, one handle for each host step.
+
+    Whoever else iterates over it (a callback that shows some of `trainer.train_dataloader`) gets the batches of the user's own loader.
 
     Args:
         data: where the micro-batches come from.
         plan: decides how many of them make a weight update.
         micro_batches: how many are trained on in an epoch, a multiple of A x R; None for a stream of unknown length.
+        is_loops: whether it is Lightning's loop that holds an iterator.
         begin: called at an epoch's first step; returns (epoch, number of the first micro-batch).
         next_updates: called at each host step; returns how many weight updates it may hold and counts them as begun.
         count: counts the one weight update of a stream's host step as begun.
@@ -318,20 +337,30 @@ class HostSteps:
         *,
         plan: Plan,
         micro_batches: int | None,
+        is_loops: Callable[[Iterator[Any]], bool],
         begin: Callable[[], tuple[int, int]],
         next_updates: Callable[[], int],
         count: Callable[[int], None],
         ready: Callable[[Any, int], Any],
     ) -> None:
         self.data, self.plan, self.micro_batches = data, plan, micro_batches
-        self._begin, self._next_updates, self._count, self._ready = begin, next_updates, count, ready
+        self._is_loops, self._begin, self._next_updates, self._count, self._ready = is_loops, begin, next_updates, count, ready
 
     def __len__(self) -> int:
         if self.micro_batches is None:
             raise TypeError("a stream without a length")
         return self.micro_batches
 
-    def __iter__(self) -> Iterator[HostStep]:
+    def __iter__(self) -> Iterator[Any]:
+        def steps() -> Iterator[Any]:
+            nonlocal iterator
+            looping, iterator = self._is_loops(iterator), None
+            yield from self._host_steps() if looping else _undisturbed(self.data.user_loader)
+
+        iterator = steps()
+        return iterator
+
+    def _host_steps(self) -> Iterator[HostStep]:
         epoch, first = self._begin()
         stream = self.data.epoch(epoch, first=first, last=self.micro_batches)
         if self.micro_batches is None:
@@ -401,7 +430,10 @@ class EvaluationData:
             batches = loader.batch_sampler
             if type(batches) is BatchSampler and batches.drop_last:
                 batches = BatchSampler(loader.sampler, batches.batch_size, drop_last=False)
-            self.total = min(len(batches), limit) if isinstance(limit, int) else int(len(batches) * limit)
+            length = sized_len(batches)
+            if length is None and count > 1:
+                raise PlanError(f"the sampler {type(loader.sampler).__name__} has no length; {count} processes need one to share it out")
+            self.total = None if length is None else min(length, limit) if isinstance(limit, int) else int(length * limit)
             sized = EvaluationBatchSampler(batches, seed=seed, total=self.total, index=index, count=count)
             dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
             self._sizes, self._guarded = sized.sizes, not dataset._pure or type(batches) is not BatchSampler

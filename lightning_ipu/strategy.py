@@ -57,6 +57,7 @@ from lightning_ipu.user_step import LogRecorder, SharedMetrics
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
 
+_SEVERAL_OPTIMIZERS = "configure_optimizers returned {number} optimizers; IPUStrategy needs exactly one (use parameter groups)"
 _UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _TRANSFER, _STEP, _EVALUATION = (name_word(name) for name in ("transfer", "step", "evaluation"))
@@ -164,6 +165,7 @@ class IPUStrategy(DDPStrategy):
         elif isinstance(environment, SLURMEnvironment) and "SLURM_STEP_ID" not in os.environ:
             self.cluster_environment = LightningEnvironment()  # inside an allocation, but not started by srun: on its own
         self._launcher = None
+        Placement(plan=self.plan, processes=self._process_count)  # before any is started
         if self._process_count > 1:
             _refuse_leftovers(self.cluster_environment)
             super()._configure_launcher()
@@ -217,7 +219,12 @@ class IPUStrategy(DDPStrategy):
             blocks = recompute_blocks(module, self.recompute)
             self._user_settings = {name: getattr(trainer, name) for name in ("accumulate_grad_batches", "limit_train_batches")}
             trainer.accumulate_grad_batches = self.plan.micro_batches_per_update
-            self.setup_optimizers(trainer)
+            try:
+                self.setup_optimizers(trainer)
+            except RuntimeError as error:
+                if "multiple optimizers" not in str(error):
+                    raise
+                raise PlanError(_SEVERAL_OPTIMIZERS.format(number="several")) from None
             self.setup_precision_plugin()
             _refuse_optimizers(self.optimizers)
             self._recorder = LogRecorder(module, self.progress.latest)
@@ -438,11 +445,16 @@ class IPUStrategy(DDPStrategy):
             data,
             plan=plan,
             micro_batches=micro_batches,
+            is_loops=self._is_loops,
             begin=self._begin_epoch,
             next_updates=self._begin_host_step,
             count=self._count_host_step,
             ready=self._ready,
         )
+
+    def _is_loops(self, iterator: Any) -> bool:
+        loaders = self.lightning_module.trainer.fit_loop._combined_loader
+        return loaders._iterator is not None and any(one is iterator for one in loaders._iterator.iterators)
 
     def _evaluation_loader(self, loader: object) -> object:
         trainer = self.lightning_module.trainer
@@ -495,6 +507,13 @@ class IPUStrategy(DDPStrategy):
                 " IPUStrategy needs exactly one: join the data sets, e.g. with torch.utils.data.StackDataset or ConcatDataset"
             )
         self._own_validation_interval(trainer)
+        position = trainer.fit_loop.epoch_loop.batch_progress
+        if self.progress.updates_per_epoch is None and position.is_last_batch:
+            # Resumed at the end of a stream's epoch. Not knowing its length, Lightning would go on counting in the old one, and the host
+            # step that it has fetched already begins where that one ended.
+            position.reset_on_run()
+            position.current.completed -= trainer.fit_loop.epoch_loop.restarted_on_train_batch_end  # which Lightning is about to count
+            iter(trainer.fit_loop._data_fetcher)
 
     def _announce(self) -> None:
         if self.progress.samples_left_out:
@@ -819,7 +838,7 @@ def _refuse_leftovers(environment: ClusterEnvironment) -> None:
 
 def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
     if len(optimizers) != 1:
-        raise PlanError(f"configure_optimizers returned {len(optimizers)} optimizers; IPUStrategy needs exactly one (use parameter groups)")
+        raise PlanError(_SEVERAL_OPTIMIZERS.format(number=len(optimizers)))
     if isinstance(optimizers[0], LBFGS):
         raise PlanError("LBFGS evaluates the loss several times in a step, which IPUStrategy cannot honour; use another optimizer")
 

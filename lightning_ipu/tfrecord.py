@@ -83,7 +83,8 @@ class TFRecords:
     """The records of some files as one sequence, in the files' order; `records[i]` is a read-only uint8 array.
 
     Every file is opened once to find its records: lengths and their checksums are checked then, a record's data when it is read.
-    Nothing stays open in between, so the number of files is not limited, and the object can be sent to another process.
+    Nothing stays open in between, so the number of files is not limited, and the object can be sent to another process. `packed` says
+    whether one of them is packed: a packed file is unpacked again for a record unless it was the last one read.
 
     Args:
         paths: the files.
@@ -106,6 +107,7 @@ class TFRecords:
     ) -> None:
         self.paths, self.check, self.tolerant = [os.fspath(path) for path in paths], check, tolerant
         self.damage: list[TFRecordError] = []
+        self.packed = False
         self._unpacked: tuple[int, np.ndarray] | None = None  # the packed file that was read last
         starts, lengths, first = [], [], [0]
         for number in range(len(self.paths)):
@@ -159,6 +161,7 @@ class TFRecords:
         if len(data) == 0:
             return [], TFRecordError(path, None, 0, "the file is empty")
         if _is_packed(data):
+            self.packed = True
             if only := _only_record(data):
                 return [only], None
             data, damage = _unpack(path, data)
@@ -419,12 +422,12 @@ def _nested(value: int | memoryview) -> memoryview:
     return value
 
 
-def only_bytes(features: Mapping[str, Feature], name: str, *, length: int) -> memoryview:
-    """The feature `name`, which must be one value of `length` bytes; raises ValueError with the reason where it is not."""
+def only_bytes(features: Mapping[str, Feature], name: str, *, length: int | None = None) -> memoryview:
+    """The feature `name`, which must be one value, of `length` bytes if given; raises ValueError with the reason where it is not."""
     value = _present(features, name)
     if not isinstance(value, list) or len(value) != 1:
         raise ValueError(f"feature {name!r} must be one string of bytes")
-    if len(value[0]) != length:
+    if length is not None and len(value[0]) != length:
         raise ValueError(f"feature {name!r} has {len(value[0]):,} bytes, not {length:,}")
     return value[0]
 

@@ -21,6 +21,7 @@ CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 IMAGENET_SIZES = ("18", "34", "50", "101", "152", "x50", "x101")
 DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE")
 EPOCHS, EPOCHS_ON_SAMPLE = 30, 1
+LEARNING_RATES = {"adamw": 0.003, "rmsprop": 0.003, "lars": 2.0}  # of sgd it goes by size and batch
 
 DESCRIPTION = """\
 Train a ResNet or ResNeXt on CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST under the IPU execution model, then validate it.
@@ -207,7 +208,8 @@ OPTIONS = (
         group=_TRAINING,
         type=positive(float),
         metavar="X",
-        shown=f"0.1 x batch/32 for sizes {CIFAR_SIZES[0]} to {CIFAR_SIZES[-1]}, else 0.02 x batch/32; batch as in --batch-size",
+        shown=f"0.1 x batch/32 for sizes {CIFAR_SIZES[0]} to {CIFAR_SIZES[-1]}, else 0.02 x batch/32; batch as in --batch-size; for "
+        + ", ".join(f"{optimizer} {rate:g}" for optimizer, rate in LEARNING_RATES.items()),
         help="learning rate at the schedule's height",
     ),
     Option(
@@ -223,7 +225,7 @@ OPTIONS = (
         type=cli.numbers,
         metavar="X,...",
         shown="1,0.1,0.01",
-        help="multipliers of a stepped schedule; this or the next option selects it instead of 20 % warm-up and a fall to 2 %",
+        help="multipliers of a stepped schedule; this or the next option selects it, as --lr-schedule stepped does",
     ),
     Option(
         name="--learning-rate-schedule",
@@ -232,6 +234,60 @@ OPTIONS = (
         metavar="X,...",
         shown="0.5,0.75",
         help="shares of the run after which the next multiplier holds",
+    ),
+    Option(
+        name="--lr-schedule",
+        group=_TRAINING,
+        key="model.schedule",
+        type=choice("const", "stepped", "linear", "cosine", "polynomial", "exponential"),
+        shown="linear",
+        help="how the learning rate moves, with every weight update",
+    ),
+    Option(
+        name="--warmup-epochs",
+        group=_TRAINING,
+        key="model.warmup_epochs",
+        type=positive(float, zero=True),
+        metavar="X",
+        shown="a fifth of the run; none for const and stepped",
+        help="epochs in which the learning rate rises",
+    ),
+    Option(
+        name="--warmup-mode",
+        group=_TRAINING,
+        key="model.warmup_mode",
+        type=choice("shift", "mask"),
+        shown="shift",
+        help="the decay begins after the warm-up (shift) or with the run (mask)",
+    ),
+    Option(name="--lr-staircase", group=_TRAINING, key="model.staircase", type=bool, help="hold the learning rate over every epoch"),
+    Option(
+        name="--lr-decay-epochs",
+        group=_TRAINING,
+        key="model.decay_epochs",
+        type=positive(float),
+        metavar="X",
+        shown="to the end of the run",
+        help="epochs that linear, cosine, polynomial and exponential take to reach their end",
+    ),
+    Option(
+        name="--lr-end-ratio",
+        group=_TRAINING,
+        key="model.final_fraction",
+        type=positive(float, zero=True),
+        metavar="X",
+        shown="0.02",
+        help="the learning rate at their end, as a share of its height",
+    ),
+    Option(name="--lr-power", group=_TRAINING, key="model.power", type=positive(float), metavar="X", shown="2", help="of polynomial"),
+    Option(
+        name="--lr-decay-rate",
+        group=_TRAINING,
+        key="model.decay_rate",
+        type=positive(float),
+        metavar="X",
+        excludes="--lr-end-ratio",
+        help="of exponential: multiplier per epoch, in place of --lr-end-ratio",
     ),
     Option(
         name="--epochs",
@@ -248,8 +304,26 @@ OPTIONS = (
         key="model.weight_decay",
         type=positive(float, zero=True),
         metavar="X",
-        default=1e-4,
-        help="on convolutions and the head, not on norms and biases; original: 0",
+        shown="0; 0.01 for adamw",
+        help="decoupled: a weight update is -lr(O(g) + X w), O being the optimizer",
+    ),
+    Option(
+        name="--l2-regularization",
+        group=_TRAINING,
+        key="model.l2_regularization",
+        type=positive(float, zero=True),
+        metavar="X",
+        shown="1e-4, but 0 for adamw or beside --weight-decay; original: 0",
+        help="through the optimizer: a weight update is -lr O(g + X w)",
+    ),
+    Option(name="--decay-all", group=_TRAINING, key="model.decay_all", type=bool, help="both on norms and biases as well"),
+    Option(
+        name="--optimizer",
+        group=_TRAINING,
+        key="model.optimizer",
+        type=choice("sgd", "adamw", "rmsprop", "lars"),
+        default="sgd",
+        help="optimizer",
     ),
     Option(
         name="--momentum",
@@ -257,8 +331,8 @@ OPTIONS = (
         key="model.momentum",
         type=positive(float, zero=True),
         metavar="X",
-        default=0.9,
-        help="Nesterov's; original: none",
+        shown="0.9 for sgd (Nesterov's) and lars, 0 for rmsprop; original: none",
+        help="momentum",
     ),
     Option(
         name="--label-smoothing",
@@ -419,10 +493,15 @@ def _settle_learning_rate(given: dict[str, Any], settings: dict[str, Any], *, ba
         rate = given["learning_rate"]
     elif "base_learning_rate" in given:
         rate = 2.0 ** given["base_learning_rate"] * batch
+    elif given.get("optimizer", "sgd") in LEARNING_RATES:
+        rate = LEARNING_RATES[given["optimizer"]]
     else:
         rate = (0.1 if settings["model.size"] in CIFAR_SIZES else 0.02) * batch / 32
     settings["model.learning_rate"] = rate
     if "learning_rate_decay" in given or "learning_rate_schedule" in given:
+        if (schedule := given.get("lr_schedule", "stepped")) != "stepped":
+            option = "--learning-rate-decay" if "learning_rate_decay" in given else "--learning-rate-schedule"
+            raise UsageError(f"{option} belongs to a stepped schedule, not to --lr-schedule {schedule}")
         values, fractions = given.get("learning_rate_decay", [1.0, 0.1, 0.01]), given.get("learning_rate_schedule", [0.5, 0.75])
         if len(values) != len(fractions) + 1:
             raise UsageError(

@@ -1,5 +1,6 @@
 """The Lightning module that trains a ResNet or ResNeXt classifier; it runs under any Trainer and strategy."""
 
+import math
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_ipu.optim import parameter_groups
+from lightning_ipu.optim import build_optimizer, check_optimizer
 from lightning_ipu.schedule import build_schedule, check_schedule
 from resnet_ipu.networks import resnet
 
@@ -15,7 +16,7 @@ Batch = tuple[Tensor, Tensor]  # images [batch, channels, height, width], normal
 
 
 class ResNetModule(pl.LightningModule):
-    """Image classifier trained by SGD on the cross-entropy; logs train_, val_ and test_ loss and accuracy (0 to 1).
+    """Image classifier trained on the cross-entropy; logs train_, val_ and test_ loss and accuracy (0 to 1).
 
     Args:
         size: number of layers: 8, 14, 20, 32, 44, 56, 110 (CIFAR), 18, 34, 50, 101, 152 (ImageNet), x50, x101 (ResNeXt 32x4d).
@@ -28,15 +29,29 @@ class ResNetModule(pl.LightningModule):
         shortcut_type: A (zero-padded) or B (1x1 convolution) where the shape changes, C (1x1 convolution everywhere); null is A
             for the CIFAR sizes and B for the others.
         zero_init_last_norm: start every block as its shortcut alone; null is true where there are norms.
-        learning_rate: of SGD, multiplied by the schedule.
-        momentum: of SGD.
-        nesterov: Nesterov's momentum.
-        weight_decay: L2 penalty on the weights of convolutions and the linear head.
-        decay_all: penalise norms and biases as well.
+        optimizer: sgd, adamw, rmsprop or lars.
+        learning_rate: multiplied by the schedule.
+        momentum: of sgd, lars and rmsprop; null is 0.9 for the first two and 0 for rmsprop.
+        nesterov: Nesterov's momentum, of sgd; null is true where there is momentum.
+        optimizer_options: further ones by name: dampening (sgd), betas, eps, amsgrad (adamw), alpha, eps, centered (rmsprop),
+            trust_coefficient, eps (lars).
+        weight_decay: λ of decoupled decay of the weights w of convolutions and the linear head: the update is -lr·(O(g) + λ·w), where O
+            is the optimizer's direction; null is 0, for adamw without l2_regularization 0.01.
+        l2_regularization: λ of the L2 penalty on them, which goes through the optimizer: -lr·O(g + λ·w); null is 0, and where
+            weight_decay is null too 1e-4, but not for adamw.
+        decay_all: both on norms and biases as well.
         label_smoothing: share of the target spread evenly over the classes; in training only.
-        schedule: linear or cosine (after a warm-up), stepped or const; moves with every weight update.
-        warmup_fraction: share of the run in which the rate rises, for linear and cosine; null is 0.2.
-        final_fraction: of the learning rate, at the end of linear and cosine; null is 0.02.
+        schedule: linear, cosine, polynomial or exponential (after a warm-up), stepped or const; moves with every weight update.
+        warmup_fraction: share of the run in which the rate rises; null is 0.2, for stepped and const 0.
+        warmup_epochs: the same in epochs.
+        warmup_mode: shift (the default) begins the decay after the warm-up, mask with the run.
+        staircase: hold the rate over every epoch.
+        decay_fraction: share of the run that linear, cosine, polynomial and exponential take to reach their end; null is what the
+            warm-up leaves, with warmup_mode mask all.
+        decay_epochs: the same in epochs.
+        final_fraction: of the learning rate, at their end; null is 0.02.
+        power: of polynomial; null is 2.
+        decay_rate: what exponential multiplies the rate by over an epoch, in place of its end.
         decay_values: multipliers of the learning rate for stepped; null is 1, 0.1, 0.01.
         decay_fractions: shares of the run after which stepped takes the next value; null is 0.5, 0.75.
         channels_last: keep images and weights in memory pixel by pixel, which is faster on most devices; moves last bits only.
@@ -57,15 +72,25 @@ class ResNetModule(pl.LightningModule):
         norm_groups: int | None = None,
         shortcut_type: Literal["A", "B", "C"] | None = None,
         zero_init_last_norm: bool | None = None,
+        optimizer: Literal["sgd", "adamw", "rmsprop", "lars"] = "sgd",
         learning_rate: float = 0.02,
-        momentum: float = 0.9,
-        nesterov: bool = True,
-        weight_decay: float = 1e-4,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        optimizer_options: dict[str, Any] | None = None,
+        weight_decay: float | None = None,
+        l2_regularization: float | None = None,
         decay_all: bool = False,
         label_smoothing: float = 0.0,
-        schedule: Literal["const", "stepped", "linear", "cosine"] = "linear",
+        schedule: Literal["const", "stepped", "linear", "cosine", "polynomial", "exponential"] = "linear",
         warmup_fraction: float | None = None,
+        warmup_epochs: float | None = None,
+        warmup_mode: Literal["shift", "mask"] | None = None,
+        staircase: bool = False,
+        decay_fraction: float | None = None,
+        decay_epochs: float | None = None,
         final_fraction: float | None = None,
+        power: float | None = None,
+        decay_rate: float | None = None,
         decay_values: list[float] | None = None,
         decay_fractions: list[float] | None = None,
         channels_last: bool = True,
@@ -74,21 +99,35 @@ class ResNetModule(pl.LightningModule):
         self.save_hyperparameters()
         if not learning_rate > 0:
             raise ValueError(f"learning_rate={learning_rate} must be above 0")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} must be at least 0 and below 1")
-        if not weight_decay >= 0:
-            raise ValueError(f"weight_decay={weight_decay} must be at least 0")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
         if image_size < 1:
             raise ValueError(f"image_size={image_size} must be at least 1 pixel")
-        given = {
-            "warmup_fraction": warmup_fraction,
-            "final_fraction": final_fraction,
-            "decay_values": decay_values,
-            "decay_fractions": decay_fractions,
-        }
-        self._schedule_options = {name: value for name, value in given.items() if value is not None}
+        self._optimizer_options = dict(optimizer_options or {})
+        if own := {"lr", "momentum", "nesterov", "weight_decay", "l2_regularization", "decay_all"} & set(self._optimizer_options):
+            raise ValueError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
+        if momentum is None and optimizer in ("sgd", "lars"):
+            momentum = 0.9
+        if nesterov is None and optimizer == "sgd":
+            nesterov = momentum > 0
+        if weight_decay is None and l2_regularization is None:
+            weight_decay, l2_regularization = (0.01, 0.0) if optimizer == "adamw" else (0.0, 1e-4)
+        self._optimizer_options |= _given(momentum=momentum, nesterov=nesterov)
+        self._optimizer_options |= {"weight_decay": weight_decay or 0.0, "l2_regularization": l2_regularization or 0.0}
+        check_optimizer(optimizer, **self._optimizer_options)
+        self._schedule_options = _given(
+            warmup_fraction=warmup_fraction,
+            warmup_epochs=warmup_epochs,
+            warmup_mode=warmup_mode,
+            staircase=staircase or None,
+            decay_fraction=decay_fraction,
+            decay_epochs=decay_epochs,
+            final_fraction=final_fraction,
+            power=power,
+            decay_rate=decay_rate,
+            decay_values=decay_values,
+            decay_fractions=decay_fractions,
+        )
         check_schedule(schedule, **self._schedule_options)
 
         if stem is None:
@@ -145,17 +184,25 @@ class ResNetModule(pl.LightningModule):
         return loss, accuracy
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """SGD, and a schedule that spans the Trainer's weight updates and is stepped with each of them."""
+        """The optimizer, and a schedule that spans the Trainer's weight updates and is stepped with each of them."""
         options = self.hparams
-        optimizer = torch.optim.SGD(
-            parameter_groups(self.network, weight_decay=options.weight_decay, decay_all=options.decay_all),
-            lr=options.learning_rate,
-            momentum=options.momentum,
-            nesterov=options.nesterov and options.momentum > 0,  # without momentum the two are the same, but torch refuses one
+        optimizer = build_optimizer(
+            self.network, options.optimizer, lr=options.learning_rate, decay_all=options.decay_all, **self._optimizer_options
         )
-        total = self.trainer.estimated_stepping_batches
-        schedule = build_schedule(optimizer, options.schedule, total=total, **self._schedule_options)
+        total, per_epoch = self.trainer.estimated_stepping_batches, _updates_per_epoch(self.trainer)
+        schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _updates_per_epoch(trainer: pl.Trainer) -> int | None:
+    """Weight updates in an epoch; None for data without a length."""
+    trainer.fit_loop.setup_data()  # at once where that is done
+    batches = trainer.num_training_batches
+    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

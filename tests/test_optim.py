@@ -186,5 +186,5 @@ def test_the_classes_take_groups_of_their_own_and_later_ones():
     for parameter in (first, second, third):
         parameter.grad = torch.zeros(2, 2)
     optimizer.step()
-    assert [float(p[0, 0]) for p in (first, second, third)] == [0.5, 0.75, 0.75]
+    assert [p[0, 0].item() for p in (first, second, third)] == [0.5, 0.75, 0.75]
     assert LARS([first], lr=0.1).param_groups[0]["trust_coefficient"] == 0.001

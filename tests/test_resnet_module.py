@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ipu.optim import parameter_groups
-from lightning_ipu.schedule import SCHEDULES, cosine, linear, stepped
+from lightning_ipu.optim import LARS, OPTIMIZERS, parameter_groups
+from lightning_ipu.schedule import SCHEDULES, WARMUP_MODES, cosine, linear, stepped
 from resnet_ipu.module import ResNetModule
 from resnet_ipu.networks import NORMS, SHORTCUT_TYPES, STEMS, resnet
 
@@ -51,6 +51,11 @@ class Recorder(pl.Callback):
         ({"schedule": "stepped"}, stepped),
         ({"schedule": "stepped", "decay_values": [1, 0.5], "decay_fractions": [0.2]}, lambda k, n: 1 if k <= 2 else 0.5),
         ({"schedule": "const"}, lambda k, n: 1.0),
+        (
+            {"schedule": "polynomial", "warmup_epochs": 1, "warmup_mode": "mask", "power": 1, "final_fraction": 0.0, "decay_epochs": 4},
+            lambda k, n: min(1, (k + 1) / 6) * (1 - k / 20),
+        ),
+        ({"schedule": "exponential", "warmup_fraction": 0.0, "decay_rate": 0.9, "staircase": True}, lambda k, n: 0.9 ** (k // 5)),
     ],
 )
 def test_the_learning_rate_moves_with_every_weight_update_not_with_batches_or_epochs(options, factor):
@@ -161,15 +166,37 @@ def test_norms_and_biases_do_not_decay_unless_asked():
     assert [group["params"] for group in parameter_groups(network, weight_decay=0.1)] == [[network.fc.weight], [network.fc.bias]]
 
 
-def test_the_optimizer_is_the_sgd_that_the_options_describe():
+@pytest.mark.parametrize(
+    ("options", "kind", "expected"),
+    [
+        ({}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4, "decoupled_decay": 0.0}),
+        ({"momentum": 0.0, "weight_decay": 0.0}, torch.optim.SGD, {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}),
+        (
+            {"momentum": 0.8, "nesterov": False, "weight_decay": 0.2, "decay_all": True},
+            torch.optim.SGD,
+            {"momentum": 0.8, "nesterov": False, "weight_decay": 0.0, "decoupled_decay": 0.2},
+        ),
+        ({"optimizer": "adamw"}, torch.optim.Adam, {"decoupled_decay": 0.01, "weight_decay": 0.0}),
+        (
+            {"optimizer": "rmsprop", "l2_regularization": 0.3, "optimizer_options": {"alpha": 0.5}},
+            torch.optim.RMSprop,
+            {"momentum": 0, "alpha": 0.5, "weight_decay": 0.3, "decoupled_decay": 0.0},
+        ),
+        (
+            {"optimizer": "lars", "weight_decay": 0.1, "l2_regularization": 0.2},
+            LARS,
+            {"momentum": 0.9, "weight_decay": 0.2, "decoupled_decay": 0.1},
+        ),
+    ],
+)
+def test_the_optimizer_is_the_one_that_the_options_describe(options, kind, expected):
     trainer = stock_trainer(max_steps=1)
-    options = {"momentum": 0.8, "nesterov": False, "weight_decay": 0.2, "decay_all": True}
     trainer.fit(ResNetModule(size="8", **options), loader(4))
     (optimizer,) = trainer.optimizers
-    (group,) = optimizer.param_groups
 
-    assert isinstance(optimizer, torch.optim.SGD)
-    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.8, False, 0.2)
+    assert isinstance(optimizer, kind)
+    assert {name: optimizer.param_groups[0][name] for name in expected} == expected
+    assert len(optimizer.param_groups) == (1 if options.get("decay_all") else 2)
 
 
 def test_a_checkpoint_rebuilds_the_module_and_its_options(tmp_path):
@@ -186,7 +213,14 @@ def test_a_checkpoint_rebuilds_the_module_and_its_options(tmp_path):
 
 def test_the_signature_is_a_command_line_and_offers_every_legal_value(tmp_path):
     hints = get_type_hints(ResNetModule.__init__)
-    for name, legal in (("stem", STEMS), ("norm_type", NORMS), ("shortcut_type", SHORTCUT_TYPES), ("schedule", SCHEDULES)):
+    for name, legal in (
+        ("stem", STEMS),
+        ("norm_type", NORMS),
+        ("shortcut_type", SHORTCUT_TYPES),
+        ("schedule", SCHEDULES),
+        ("optimizer", OPTIMIZERS),
+        ("warmup_mode", WARMUP_MODES),
+    ):
         literal = hints[name] if not any(hint is type(None) for hint in get_args(hints[name])) else get_args(hints[name])[0]
         assert set(get_args(literal)) == set(legal), name
 
@@ -208,6 +242,10 @@ def test_the_signature_is_a_command_line_and_offers_every_legal_value(tmp_path):
         ({"learning_rate": math.nan}, "learning_rate=nan must be above 0"),
         ({"momentum": 1.0}, "momentum=1.0 must be"),
         ({"weight_decay": -1e-4}, "weight_decay=-0.0001 must be"),
+        ({"optimizer": "adamw", "momentum": 0.9}, "momentum=0.9 means nothing to optimizer='adamw'"),
+        ({"optimizer": "lars", "optimizer_options": {"alpha": 0.9}}, "alpha=0.9 means nothing to optimizer='lars'"),
+        ({"optimizer_options": {"weight_decay": 0.1, "lr": 1}}, "optimizer_options has lr, weight_decay: the module's own arguments"),
+        ({"schedule": "const", "power": 2}, "power=2 means nothing to schedule='const'"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5 must lie between 0 and 1"),
         ({"image_size": 0}, "image_size=0 must be"),
         ({"schedule": "step"}, "schedule='step' is unknown"),

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix
-from lightning_ipu.sampling import HostStep, TrainingData, epoch_order
+from lightning_ipu.sampling import HostStep, Shard, TrainingData, epoch_order
 
 
 def streams() -> tuple:
@@ -552,10 +552,12 @@ def test_no_worker_outlives_a_fit(persistent, options):
 
 
 def test_a_training_data_set_knows_its_micro_batches():
-    data = TrainingData(numbered(11, 2), seed=0)
+    data = TrainingData(numbered(11, 2), seed=0, shard=Shard(places=range(1), per_update=1))
     assert (data.micro_batch_size, data.samples, data.micro_batches, data.is_stream) == (2, 11, 5, False)
     assert [batch[0].tolist() for batch in data.epoch(0, first=2, last=4)] == [[4, 5], [6, 7]]
-    stream = TrainingData(DataLoader(Stream(11), batch_size=2), seed=0)
+    odd = TrainingData(numbered(16, 2), seed=0, shard=Shard(places=range(1, 2), per_update=2))
+    assert [batch[0].tolist() for batch in odd.epoch(0, first=2, last=8)] == [[6, 7], [10, 11], [14, 15]]
+    stream = TrainingData(DataLoader(Stream(11), batch_size=2), seed=0, shard=Shard(places=range(1), per_update=1))
     assert (stream.samples, stream.micro_batches, stream.is_stream) == (None, None, True)
     assert [batch.tolist() for batch in stream.epoch(0, first=3, last=None)] == [[6, 7], [8, 9]]
 

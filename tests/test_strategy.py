@@ -18,6 +18,7 @@ from pytorch_lightning.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from pytorch_lightning.tuner import Tuner
 from runs import (
     Ledger,
     Net,
@@ -34,6 +35,7 @@ from runs import (
     sgd,
     weights,
 )
+from test_sampling import SizedStream, Stream
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -142,7 +144,7 @@ def test_max_steps_checkpoints_and_validations_count_weight_updates(D, tmp_path)
         log_every_n_steps=1,
         num_sanity_val_steps=0,
     )
-    assert trainer.global_step == 25 and trainer.current_epoch == 12 and module.w.item() == -25
+    assert trainer.global_step == 25 and module.w.item() == -25
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["epoch=4-step=10.ckpt", "epoch=9-step=20.ckpt"]
     assert [step for _, step in module.validated] == [3, 6, 9, 12, 15, 18, 21, 24]
     rows = [row for row in csv_rows(tmp_path) if "train" in row]
@@ -320,9 +322,9 @@ def test_a_modules_own_clipping_schedule_zero_grad_and_backward_are_used(plan):
     module = Own(schedule=lambda module, optimizer: {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"})
     before = weights(module)
     per_update = plan.get("R", 1) * plan.get("A", 1)
-    fit(module, loader(classes(4 * per_update)), gradient_clip_val=2.0, gradient_clip_algorithm="value", **plan)
+    fit(module, loader(classes(4 * per_update)), **plan)
 
-    assert calls == [("zero_grad", 0, torch.optim.SGD), *[("backward",)] * per_update, ("clip", 2.0, "value"), ("schedule", None)] * 4
+    assert calls == [("zero_grad", 0, torch.optim.SGD), *[("backward",)] * per_update, ("clip", None, None), ("schedule", None)] * 4
     assert difference(weights(module), before) < 1e-8 and module.rates == [0.1, 0.05, 0.025, 0.0125]
 
 
@@ -432,19 +434,18 @@ class Optimizers(Ledger):
                 lambda p: [torch.optim.SGD([next(p)], lr=1.0), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)]
             ),
             {},
-            "2 optimizers",
+            "returned several optimizers",
         ),
-        (lambda: Optimizers(lambda p: None), {}, "optimizer"),
         (lambda: Optimizers(torch.optim.LBFGS), {}, "LBFGS"),
         (Ledger, {"callbacks": lambda: StochasticWeightAveraging(1e-2)}, "StochasticWeightAveraging"),
         (Ledger, {"callbacks": lambda: GradientAccumulationScheduler({0: 1, 1: 2})}, "GradientAccumulationScheduler"),
         (Ledger, {"callbacks": lambda: BatchSizeFinder()}, "BatchSizeFinder"),
         (Ledger, {"sync_batchnorm": True}, "sync_batchnorm=True"),
-        (Ledger, {"precision": "16-mixed"}, "precision='16-mixed' .* legal are"),
+        (Ledger, {"precision": "16-true"}, "precision='16-true' .* legal are"),
         (Ledger, {"precision": "bf16-true"}, "precision='bf16-true' .* legal are"),
-        (Ledger, {"devices": 2}, "2 processes"),
-        (Ledger, {"num_nodes": 2}, "2 processes"),
-        (Ledger, {"R": 2, "devices": 2}, "2 processes"),
+        (Ledger, {"devices": 2}, "2 processes cannot serve 1 replicas x 1 stages; legal numbers of processes are 1"),
+        (Ledger, {"num_nodes": 2}, "2 processes cannot serve"),
+        (Ledger, {"R": 3, "devices": 2}, "2 processes cannot serve 3 replicas x 1 stages; legal numbers of processes are 1, 3"),
         (Ledger, {"val_check_interval": 9}, "val_check_interval=9 is in weight updates, and an epoch has 8"),
         (Ledger, {"R": 0}, "replication_factor=0"),
         (Ledger, {"A": 1.5}, "gradient_accumulation_factor=1.5"),
@@ -719,13 +720,55 @@ def test_callbacks_that_only_look_work(tmp_path):
     assert trainer.callbacks
 
 
-def test_the_best_checkpoint_is_chosen_by_a_validated_metric(tmp_path):
-    keep = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=1, save_last=True, filename="{epoch}-{step}")
-    module = Net()
-    fit(module, loader(classes(40), 2), loader(classes(10), 4), R=2, D=16, max_epochs=3, callbacks=keep, enable_checkpointing=True)
-    last = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in last["state_dict"].items())
-    assert last["global_step"] == 30 and last["epoch"] == 2 and keep.best_model_score <= 10
+def test_a_callback_may_look_into_the_training_loader_at_any_time():
+    class Peek(pl.Callback):
+        seen = []
+
+        def look(self, trainer, module):
+            self.seen.append([index for _, _, index in trainer.train_dataloader][0].tolist())
+            x, _, _ = next(iter(trainer.train_dataloader))
+            assert x.shape == (2, 8) and len(trainer.train_dataloader.dataset) == 26
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            self.look(trainer, module)
+
+        on_train_start = on_train_epoch_start = on_train_epoch_end = look
+
+    plain, looked = Net(), Net()
+    training = loader(classes(26), 2, shuffle=True)
+    fit(plain, training, R=2, D=4, max_epochs=2)
+    peek = Peek()
+    fit(looked, training, R=2, D=4, max_epochs=2, callbacks=peek)
+    assert equal_states(plain, looked) and plain.seen == looked.seen
+    assert len(peek.seen) == 1 + 2 * 4 and all(len(seen) == 2 for seen in peek.seen)
+
+
+@pytest.mark.parametrize("D", [1, 4])
+def test_the_learning_rate_finder_tries_what_stock_lightning_tries(D, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the finder saves the weights there while it tries
+
+    def found(**options):
+        module = Net()
+        module.lr = 0.1
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=module.lr)
+        finder = Tuner(make_trainer(**options)).lr_find(module, loader(classes(60), 2), num_training=12, update_attr=False)
+        return finder.results["lr"], finder.results["loss"]
+
+    (rates, losses), (expected, their_losses) = found(D=D), found(stock=True)
+    assert rates == expected and losses == pytest.approx(their_losses, rel=1e-5)
+
+
+def test_the_best_and_the_last_checkpoint_are_those_of_stock_lightning(tmp_path):
+    def kept(folder, **options):
+        keep = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}")
+        fit(Net(), loader(classes(40), 4), loader(classes(10), 4), max_epochs=4, callbacks=keep, enable_checkpointing=True, **options)
+        files = {path.name: torch.load(path, weights_only=True) for path in folder.iterdir()}
+        weights_in = {name: file["state_dict"] for name, file in files.items()}
+        return weights_in, {name: (file["global_step"], file["epoch"]) for name, file in files.items()}, float(keep.best_model_score)
+
+    (ours, steps, best), (theirs, their_steps, their_best) = kept(tmp_path / "ours", D=16), kept(tmp_path / "stock", stock=True)
+    assert steps == their_steps and best == pytest.approx(their_best, rel=1e-6)
+    assert all(torch.equal(value, theirs[name][key]) for name, state in ours.items() for key, value in state.items())
 
 
 def test_a_reloaded_training_set_may_have_another_size():
@@ -886,7 +929,7 @@ def test_a_checkpoint_written_on_an_error_stands_at_the_last_whole_update(D, tmp
     failing = Failing()
     keep = OnExceptionCheckpoint(tmp_path, "error")
     with pytest.raises(RuntimeError, match="a bad sample"):
-        fit(failing, data(), callbacks=keep, **plan)
+        fit(failing, data(), callbacks=keep, enable_checkpointing=True, **plan)
     saved = torch.load(tmp_path / "error.ckpt", weights_only=True)
     assert saved["global_step"] == 6 + 5
 
@@ -908,6 +951,23 @@ def test_a_checkpoint_of_the_trainer_in_an_epoch_or_at_its_end_continues_the_ord
     per_update = plan.get("R", 1) * plan.get("A", 1)
     assert second.seen == whole.seen[every * per_update :] and second.rates == whole.rates[every:]
     assert equal_states(second, whole) and trainer.current_epoch == 2
+
+
+@pytest.mark.parametrize("kind", [Stream, SizedStream])
+def test_a_stream_goes_on_by_skipping_what_was_trained_on(kind, tmp_path):
+    def run(**options):
+        module = Ledger()
+        fit(module, DataLoader(kind(16), batch_size=1), A=2, D=2, max_epochs=2, **options)
+        return module
+
+    steps = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    epochs = ModelCheckpoint(tmp_path, filename="epoch={epoch}", auto_insert_metric_name=False, save_top_k=-1)
+    whole = run(callbacks=[steps, epochs], enable_checkpointing=True)
+    for name, step in (("step=3", 3), ("step=8", 8), ("step=11", 11), ("epoch=0", 8)):
+        second = run(ckpt_path=tmp_path / f"{name}.ckpt", callbacks=steps, enable_checkpointing=True)
+        assert second.seen == whole.seen[2 * step :] and second.w.item() == whole.w.item()
+        third = run(ckpt_path=tmp_path / "step=13.ckpt")  # of the run that was itself resumed
+        assert third.seen == whole.seen[26:]
 
 
 def test_a_resumed_run_logs_at_the_steps_it_would_have_logged_at(tmp_path):

@@ -1,0 +1,418 @@
+"""``python -m cosmoflow_ipu``: learn the parameters of universes from their particle counts under the IPU execution model.
+
+This module holds the short options, their rules and nothing that needs torch, so that ``--help`` and wrong options are answered at once.
+"""
+
+from __future__ import annotations
+
+LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main module says so
+
+import sys  # noqa: E402
+from argparse import ArgumentTypeError  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from lightning_ipu import cli, machine, precision  # noqa: E402
+from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
+
+if TYPE_CHECKING:
+    from cosmoflow_ipu.data import CosmoFlowDataModule
+    from lightning_ipu.run import CommandLine
+
+NETWORKS = ("cosmoflow", "cosmoflow-mlperf", "cosmoflow-v1", "resnet")
+ACTIVATIONS = ("LeakyReLU", "ReLU", "ELU", "SELU", "Softplus", "Sigmoid", "Tanh")
+OPTIMIZERS = ("SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop")
+DATA_SETS = ("synthetic", "tfrecord", "dummy")
+EPOCHS = 12
+
+DESCRIPTION = """\
+Learn Omega_m, sigma_8, n_s and H_0 of universes from the distribution of their matter, under the IPU execution model.
+
+The plan decides the numbers: a weight update uses micro-batch x accumulation A x replicas R samples, whatever it runs on.
+Without --data-dir the universes are simulated, once, into data/ and read back from there."""
+
+EPILOG = """\
+examples:
+  python -m cosmoflow_ipu
+  python -m cosmoflow_ipu --num-ipus 2                          two replicas
+  python -m cosmoflow_ipu --data-dir DIR --n-epochs 30          the benchmark's TFRecord files, in DIR/train and DIR/validation
+  python -m cosmoflow_ipu configs/graphcore.yaml --n-train 100 --n-epochs 1
+  python -m cosmoflow_ipu fit --config results/config.yaml      replay a run
+  python -m cosmoflow_ipu validate --ckpt_path results/checkpoints/last.ckpt
+  python -m cosmoflow_ipu generate --output-dir DIR --n-train 1000
+  python -m cosmoflow_ipu show --index 3 --output universe.png
+
+A step is a weight update in every option, log and checkpoint name. Errors are on the benchmark's scale, on which each parameter lies
+between -1 and 1: a constant gets 0.5, the benchmark's goal is 0.124."""
+
+
+def _precision(text: str) -> str:
+    value = choice(*precision.CHOICES)(text)
+    if problem := precision.refusal(value):
+        raise ArgumentTypeError(problem)
+    return value
+
+
+_precision.choices = precision.CHOICES
+
+_NETWORK, _DATA, _SIMULATION, _PLAN = "network", "data", "simulated universes", "plan (decides the numbers)"
+_TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
+_FLAG = choice("0", "1")
+
+SIMULATION_OPTIONS = (
+    Option(name="--sample-size", group=_SIMULATION, key="data.sample_size", type=positive(), shown="32", help="voxels a side of a cube"),
+    Option(name="--cells", group=_SIMULATION, key="data.cells", type=positive(), shown="--sample-size", help="voxels a side of the box that is cut into cubes"),
+    Option(name="--voxel-size", group=_SIMULATION, key="data.voxel_size", type=positive(float), metavar="X", shown="4; the benchmark's: 1.4", help="side of a voxel in Mpc/h where H_0 = 70"),
+    Option(name="--oversample", group=_SIMULATION, key="data.oversample", type=positive(), shown="2; the benchmark's: 1", help="particles along each side of a voxel"),
+    Option(name="--spread", group=_SIMULATION, key="data.spread", type=positive(float), metavar="X", shown="0.3; the benchmark's: 0.1", help="share of 0.3, 0.8, 0.96, 70 within which parameters lie; of files: if it is known, for errors in physical units"),
+    Option(name="--box-in-mpc-per-h", group=_SIMULATION, type=bool, help="the box has one size in Mpc/h, not in Mpc: then H_0 can hardly be told"),
+    Option(name="--pack", group=_SIMULATION, type=bool, help="write the files with gzip"),
+)  # fmt: skip
+
+OPTIONS = (
+    Option(name="--config", group=_RUN, metavar="FILE", help="configuration to start from, in the working directory or in the package: configs/graphcore.yaml, mlperf, small; --config may be left out"),
+    Option(name="--network", group=_NETWORK, key="model.network", type=choice(*NETWORKS), default="cosmoflow-mlperf", help="cosmoflow is Graphcore's: kernel 2, 16 to 256 channels; cosmoflow-mlperf has kernel 3 and twice the channels"),
+    Option(name="--conv-size", group=_NETWORK, key="model.conv_size", type=positive(), shown="16", help="channels of the first convolution"),
+    Option(name="--n-conv-layers", group=_NETWORK, key="model.n_conv_layers", type=positive(), shown="5; cosmoflow-mlperf: down to 4 voxels a side", help="convolutions, each followed by pooling"),
+    Option(name="--fc1-size", group=_NETWORK, key="model.fc1_size", type=positive(), shown="128", help="outputs of the first dense layer"),
+    Option(name="--fc2-size", group=_NETWORK, key="model.fc2_size", type=positive(), shown="64", help="outputs of the second dense layer"),
+    Option(name="--hidden-activation", group=_NETWORK, key="model.hidden_activation", type=choice(*ACTIVATIONS), shown="LeakyReLU", help="a layer of Keras"),
+    Option(name="--dropout", group=_NETWORK, key="model.dropout", type=positive(float, zero=True), metavar="X", shown="0", help="share of the dense layers' outputs dropped in training"),
+    Option(name="--apply-log", group=_NETWORK, type=_FLAG, shown="1", help="the network sees log(1 + counts); 0: counts divided by their mean"),
+    Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep volumes redshift by redshift in memory; slower on most devices"),
+    #
+    Option(name="--dataset", group=_DATA, type=choice(*DATA_SETS), shown="tfrecord with --data-dir, else synthetic", help="simulated universes, CosmoFlow's files, or one random cube over and over"),
+    Option(name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", shown="data", help="folder of .tfrecord files, plain or gzip, in train/ and validation/ or together; where simulated ones are kept"),
+    Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), shown="4000; of files: all", help="training samples"),
+    Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train; of files: all", help="validation samples; 0 does not validate"),
+    Option(name="--validation-split", group=_DATA, key="data.validation_split", type=positive(float), metavar="X", shown="0.1", help="share of the universes to hold out where all files lie in one folder"),
+    Option(name="--channels", group=_DATA, key="data.channels", type=positive(), default=4, help="redshifts that the network sees, of 0, 0.5, 1.5 and 3"),
+    Option(name="--no-augmentation", group=_DATA, type=bool, help="do not turn and mirror training cubes"),
+    Option(name="--on-bad-record", group=_DATA, key="data.on_bad_record", type=choice("raise", "skip"), shown="raise", help="end with file, record and byte; or read all before the run and leave out what is bad"),
+    Option(name="--cache-gb", group=_DATA, key="data.cache_gb", type=positive(float, zero=True), metavar="X", shown="what packed files need, up to half of what is free", help="memory for cubes that were read"),
+    Option(name="--num-workers", group=_DATA, key="data.num_workers", type=positive(zero=True), default=0, help="loader processes"),
+    Option(name="--staged-files", group=_DATA, type=_FLAG, shown="0", help="1, files of its own for each node, is refused: every process must see them all"),
+    *SIMULATION_OPTIONS,
+    #
+    Option(name="--micro-batch-size", group=_PLAN, key="data.micro_batch_size", type=positive(), default=8, help="samples at once on one replica"),
+    Option(name="--num-ipus", group=_PLAN, type=positive(), shown="one per replica and stage", help="virtual IPUs; without --replication-factor, replicas follow from it"),
+    Option(name="--replication-factor", group=_PLAN, type=positive(), shown="1", help="R, replicas whose gradients are averaged"),
+    Option(name="--gradient-accumulation-factor", group=_PLAN, key="trainer.strategy.gradient_accumulation_factor", type=positive(), default=1, help="A, micro-batches per replica and weight update"),
+    Option(name="--pipeline-splits", group=_PLAN, key="trainer.strategy.pipeline_splits", type=cli.names, metavar="NAMES", help="submodules that begin a new stage, such as network.features.2,network.fc1"),
+    Option(name="--recompute", group=_PLAN, key="trainer.strategy.recompute", type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
+    Option(name="--iterations-per-loop", group=_PLAN, key="trainer.strategy.device_iterations", type=positive(), default=16, help="D, weight updates per host step at most"),
+    Option(name="--precision", group=_PLAN, key="precision", type=_precision, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
+    Option(name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of universes, initial weights, order and symmetries"),
+    #
+    Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="Adam", help="SGD has a momentum of 0.9"),
+    Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="0.001; SGD 0.01; Adadelta 0.5", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
+    Option(name="--l2", group=_TRAINING, key="model.l2", type=positive(float, zero=True), metavar="X", shown="0; the benchmark's: 0.01", help="penalty on the hidden dense layers, as in Keras"),
+    Option(name="--n-epochs", group=_TRAINING, key="trainer.max_epochs", type=positive(), shown=str(EPOCHS), help="passes over the training set"),
+    Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),
+    Option(name="--stop-at-mae", group=_TRAINING, type=positive(float), metavar="X", help="end when the validation's mean absolute error is at most X; the benchmark's: 0.124"),
+    Option(name="--test", group=_TRAINING, type=bool, help="score universes of a test set as well, at the end"),
+    #
+    Option(name="--device", group=_RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
+    Option(name="--threads", group=_RUN, key="machine.threads", type=positive(), shown="OMP_NUM_THREADS, else the cores it may use", help="threads of one operation"),
+    Option(name="--no-allocator-setting", group=_RUN, type=bool, help="leave glibc's allocator alone; else it keeps freed memory, which is faster"),
+    Option(name="--steps-per-log", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="rows of metrics.csv"),
+    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
+    Option(name="--data-benchmark", group=_RUN, type=bool, help="do not train: read the training set as fast as it goes, 3 epochs, and say how fast"),
+    Option(name="--print-fom", group=_RUN, type=bool, help="end with the figure of merit, the validation's mean absolute error, as a line of its own"),
+    #
+    Option(name="--use-estimator", group="", refused="TensorFlow's Estimator does not exist here; there is one way to train, with the same numbers"),
+    Option(name="--distributed", group="", refused="processes come from torchrun's environment (the original ignored this option)"),
+    Option(name="-d", group="", refused="processes come from torchrun's environment (the original ignored this option)"),
+    Option(name="--verbose", group="", refused="the table at the start and metrics.csv tell what there is to tell"),
+    Option(name="-v", group="", refused="the table at the start and metrics.csv tell what there is to tell"),
+    Option(name="--profiling", group="", refused="an IPU's profile does not exist here"),
+)  # fmt: skip
+
+GENERATE_OPTIONS = (
+    *SIMULATION_OPTIONS,
+    Option(name="--output-dir", group=_DATA, metavar="DIR", help="gets train/, validation/ and test/ with .tfrecord files; must be given"),
+    Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), default=4000, help="training cubes"),
+    Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train", help="validation cubes, and as many to test on"),
+    Option(name="--seed", group=_DATA, key="data.seed", type=positive(zero=True), default=0, help="of the universes"),
+    Option(name="--num-workers", group=_RUN, type=positive(), shown="the cores it may use", help="processes"),
+)  # fmt: skip
+
+SHOW_OPTIONS = (
+    *(replace(option, shown="64") if option.name == "--cells" else option for option in SIMULATION_OPTIONS if option.name not in ("--sample-size", "--pack")),
+    Option(name="--index", group=_DATA, type=positive(zero=True), default=0, help="number of the universe"),
+    Option(name="--seed", group=_DATA, type=positive(zero=True), default=0, help="of the universes"),
+    Option(name="--output", group=_RUN, metavar="FILE", default="universe.png", help="where the picture goes"),
+)  # fmt: skip
+
+
+def settle(given: dict[str, Any]) -> list[str]:
+    """LightningCLI arguments for the options that were given; raises UsageError where they do not fit together.
+
+    With a configuration only what was given is added to it; without one every option has a value.
+    """
+    configured = "config" in given
+    options = [option for option in OPTIONS if option.dest in given] if configured else OPTIONS
+    settings = cli.settings_of(given, options)
+    _settle_plan(given, settings)
+    _settle_data(given, settings, configured=configured)
+    if "lr" not in given and ("optimizer" in given or not configured):
+        settings["model.learning_rate"] = {"SGD": 0.01, "Adadelta": 0.5}.get(settings["model.optimizer"], 0.001)
+    if "conv_size" not in given and not configured and settings["model.network"] != "resnet":
+        settings["model.conv_size"] = 16
+    if "apply_log" in given:
+        settings["model.apply_log"] = given["apply_log"] == "1"
+    if "no_channels_last" in given:
+        settings["model.channels_last"] = False
+    if "stop_at_mae" in given:
+        if settings.get("data.n_valid") == 0:
+            raise UsageError(f"--stop-at-mae {given['stop_at_mae']:g} needs validation, and --n-valid is 0")
+        stop = {"monitor": "val_mae", "mode": "min", "stopping_threshold": given["stop_at_mae"], "patience": 1_000_000}
+        settings["trainer.callbacks"] = [{"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": stop}]
+    if "max_steps" in given and "n_epochs" not in given:
+        settings["trainer.max_epochs"] = -1  # --max-steps alone decides
+    if "no_allocator_setting" in given:
+        settings["machine.keep_freed_memory"] = False
+    if "print_fom" in given and settings.get("data.n_valid") == 0:
+        raise UsageError("--print-fom needs validation, and --n-valid is 0")
+    config = [f"--config={_find_config(given['config'])}"] if configured else []
+    return config + cli.lightning_arguments(settings)
+
+
+def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Replicas and stages: as in the original program, --num-ipus alone means replicas."""
+    splits, ipus, replicas = given.get("pipeline_splits"), given.get("num_ipus"), given.get("replication_factor")
+    stages = len(splits) + 1 if splits else 1
+    if ipus is not None:
+        if ipus % (replicas or stages):
+            what = f"--replication-factor {replicas}" if replicas else f"the {stages} stages that --pipeline-splits makes"
+            raise UsageError(f"--num-ipus {ipus} must be a multiple of {what}")
+        if replicas is None:
+            replicas = ipus // stages
+        elif splits and ipus != replicas * stages:
+            raise UsageError(f"--num-ipus {ipus}: {replicas} replicas of the {stages} stages of --pipeline-splits are {replicas * stages}")
+        elif not splits and ipus > replicas:
+            settings["trainer.strategy.num_stages"] = ipus // replicas
+    if replicas is not None:
+        settings["trainer.strategy.replication_factor"] = replicas
+
+
+def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, configured: bool) -> None:
+    if given.get("staged_files") == "1":
+        raise UsageError("--staged-files 1: files of its own for each node cannot be had: every process must see all files; copy them")
+    dataset = given.get("dataset")
+    if dataset is None and "data_dir" in given:
+        dataset = "tfrecord"
+    elif dataset is None and not configured:
+        dataset = "synthetic"
+    if dataset == "tfrecord" and "data_dir" not in given and not configured:
+        raise UsageError("--dataset tfrecord needs --data-dir DIR, the folder of the files")
+    if dataset is not None:
+        settings["data.dataset"] = dataset
+    if "no_augmentation" in given:
+        settings["data.augment"] = False
+    elif not configured:
+        settings["data.augment"] = dataset != "dummy"
+    if "box_in_mpc_per_h" in given:
+        settings["data.fixed_mpc"] = False
+    if "pack" in given:
+        settings["data.pack"] = True
+    if "seed" in given or not configured:
+        settings["seed_everything"] = settings["data.seed"] = given.get("seed", 0)
+    if not configured:
+        settings["data.eval_batch_size"] = max(settings["data.micro_batch_size"], 16)
+    if settings.get("data.n_valid") == 0:
+        settings |= {"trainer.limit_val_batches": 0} | _NOTHING_TO_MONITOR
+
+
+_NOTHING_TO_MONITOR = {"checkpoint.monitor": None, "checkpoint.filename": "update{step}"}
+
+
+def _find_config(name: str) -> Path:
+    """A configuration in the working directory or, by its path or mere name, in the package."""
+    package = Path(__file__).parent
+    for place in (Path(name), package / name, package / "configs" / name, package / "configs" / f"{name}.yaml"):
+        if place.is_file():
+            return place
+    known = ", ".join(sorted(f"configs/{path.name}" for path in (package / "configs").glob("*.yaml")))
+    raise UsageError(f"--config {name}: there is no such file here, and in the package there are {known}")
+
+
+# -- what needs torch ---------------------------------------------------------------------------------------------------------
+
+
+def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
+    """Run LightningCLI with this package's classes; returns the exit status."""
+    machine.wait_passively()  # read when torch is loaded
+
+    from cosmoflow_ipu.data import CosmoFlowDataModule
+    from cosmoflow_ipu.module import CosmoFlowModule
+    from lightning_ipu.run import Command, run_command
+
+    command = Command(
+        prog="cosmoflow_ipu",
+        model_class=CosmoFlowModule,
+        datamodule_class=CosmoFlowDataModule,
+        links=[("input_size", "input_size"), ("in_channels", "in_channels"), ("physical_spread", "physical_spread")],
+        facts=_facts,
+        epochs=lambda data: (EPOCHS, None),
+        note=lambda data: _note(data, fom="print_fom" in given),
+    )
+    subcommand, *rest = arguments
+    # This command's own defaults, before anything that a person says.
+    defaults = ["--model.report=true"]
+    if subcommand == "fit":
+        defaults += ["--checkpoint.monitor=val_mae", "--checkpoint.mode=min"]
+    if "data_benchmark" in given:
+        return _benchmark_data(command, rest)
+    return run_command(command, [subcommand, *defaults, *rest], validate=short, test="test" in given)
+
+
+def _facts(line: CommandLine) -> list[tuple[str, str]]:
+    """Rows for the table: network, data, device, precision."""
+    data, options = line.datamodule, line.model.hparams
+    seen = "log(1 + counts)" if options.apply_log else "counts / mean"
+    samples = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on"
+    return [("network", f"{options.network}, of {seen}"), ("data", data.description), ("samples", samples), *line.machine_facts()]
+
+
+def _note(data: CosmoFlowDataModule, *, fom: bool) -> str | None:
+    """The closing line: errors of the last evaluation, and what they are not."""
+    from cosmoflow_ipu.module import mae_line
+
+    metrics = {name: float(value) for name, value in data.trainer.callback_metrics.items()}
+    lines = [mae_line(metrics, prefix, spread=data.physical_spread) for prefix in ("val", "test") if f"{prefix}_r2" in metrics]
+    if fom and "val_mae" in metrics:
+        lines.append(f"FoM: {metrics['val_mae']:.6f}")
+    if data.dataset_name == "dummy":
+        lines.append("These figures are of one random cube over and over: they tell the speed, and nothing was learned.")
+    return "\n".join(lines) or None
+
+
+def _benchmark_data(command: Any, arguments: list[str]) -> int:
+    """Read the training set three times in the order of training, and print a line for each: epoch, GB/s, samples/s."""
+    import time
+
+    import jsonargparse
+
+    from lightning_ipu.plan import PlanError
+    from lightning_ipu.sampling import TrainingData
+    from lightning_ipu.tfrecord import TFRecordError
+
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
+    parser.add_class_arguments(command.datamodule_class, "data")
+    for key in ("model", "trainer", "checkpoint", "machine", "seed_everything", "precision", "ckpt_path"):
+        parser.add_argument(f"--{key}", type=Any)
+    wanted = [word for word in arguments if word.startswith(("--config=", "--data."))]
+    try:
+        data = parser.instantiate(parser.parse_args(wanted)).data
+        data.prepare_data()
+        loader = data.train_dataloader()
+        batches = TrainingData(loader, seed=data.seed)
+        print("Epoch, Bandwidth(GB/s), Samples/Second")
+        for epoch in range(3):
+            begin, nbytes, samples = time.perf_counter(), 0, 0
+            for batch in batches.epoch(epoch, first=0, last=batches.micro_batches):
+                counts, _ = data.on_before_batch_transfer(batch, 0)
+                nbytes, samples = nbytes + counts.nbytes, samples + len(counts)
+            seconds = time.perf_counter() - begin
+            print(f"{epoch + 1}, {nbytes / seconds / 1e9:.3f}, {samples / seconds:.1f}", flush=True)
+    except (PlanError, TFRecordError, ValueError, OSError, jsonargparse.ArgumentError) as error:
+        print(f"cosmoflow_ipu: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _generate(given: dict[str, Any]) -> int:
+    """Write a data set of simulated universes."""
+    from cosmoflow_ipu.data import SPLITS, CosmoFlowDataModule, write_universes
+
+    data = CosmoFlowDataModule(**_data_options(given, GENERATE_OPTIONS))
+    folder = Path(given["output_dir"])
+    write_universes(
+        folder,
+        data.universes,
+        sample_size=data.input_size,
+        indices=data.indices(SPLITS),
+        pack=data.pack,
+        workers=given.get("num_workers"),
+    )
+    files = sorted(folder.glob("*/*.tfrecord"))
+    print(f"{folder}: {len(files):,} universes, {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB; {data.description}")
+    return 0
+
+
+def _show(given: dict[str, Any]) -> int:
+    """Draw a simulated universe."""
+    from cosmoflow_ipu.pictures import draw_universe
+    from cosmoflow_ipu.universe import Universes
+
+    options = _data_options({"cells": 64, **given}, SHOW_OPTIONS)
+    universes = Universes(**{"voxel_size": 4.0, "oversample": 2, "spread": 0.3, "seed": given.get("seed", 0), **options})
+    path = Path(given.get("output", "universe.png"))
+    try:
+        draw_universe(universes, given.get("index", 0), path=path)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"show needs {error.name}, which is not installed: pip install 'lightning-ipu[cosmology]'") from None
+    print(f"{path}: universe {given.get('index', 0)}, a slice at each redshift and the power spectrum beside theory")
+    return 0
+
+
+def _data_options(given: dict[str, Any], options: tuple[Option, ...]) -> dict[str, Any]:
+    settings = {key.removeprefix("data."): value for key, value in cli.settings_of(given, options).items()}
+    if "box_in_mpc_per_h" in given:
+        settings["fixed_mpc"] = False
+    if "pack" in given:
+        settings["pack"] = True
+    return settings
+
+
+def _other(name: str, words: list[str]) -> int:
+    """The commands beside training: generate and show."""
+    options, run, what = {
+        "generate": (GENERATE_OPTIONS, _generate, "Write a data set of simulated universes as TFRecord files; goes on where it was interrupted."),
+        "show": (SHOW_OPTIONS, _show, "Draw a simulated universe: a slice at each redshift, and its power spectrum beside linear theory."),
+    }[name]  # fmt: skip
+    parser = cli.build_parser(prog=f"cosmoflow_ipu {name}", description=what, epilog="", options=options, version=_version)
+    parser.usage = f"cosmoflow_ipu {name} [options]"
+    try:
+        given = cli.parse(words, parser=parser, options=options)
+        if name == "generate" and "output_dir" not in given:
+            raise UsageError("generate needs --output-dir DIR, the folder to write to")
+        machine.wait_passively()
+        return run(given)
+    except (ValueError, OSError) as error:  # UsageError is one
+        print(f"cosmoflow_ipu {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"cosmoflow_ipu {name}: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in ("generate", "show"):
+        return _other(words[0], words[1:])
+    if not words or words[0] not in cli.SUBCOMMANDS:
+        # The original program takes its configuration without an option's name.
+        words = [f"--config={word}" if word.endswith((".yaml", ".yml")) and not word.startswith("-") else word for word in words]
+        words = _without_double(words)
+    parser = cli.build_parser(prog="cosmoflow_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
+    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start)
+
+
+def _without_double(words: list[str]) -> list[str]:
+    """`--config FILE` in two words, whose second has been turned into an option as well, as one."""
+    return [word for number, word in enumerate(words) if not (word == "--config" and words[number + 1 : number + 2][0:1] and words[number + 1].startswith("--config="))]  # fmt: skip
+
+
+def _version() -> str:
+    from lightning_ipu import __version__
+
+    return __version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
