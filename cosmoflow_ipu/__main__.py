@@ -7,6 +7,7 @@ from __future__ import annotations
 
 LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main module says so
 
+import re  # noqa: E402
 import sys  # noqa: E402
 from argparse import ArgumentTypeError  # noqa: E402
 from dataclasses import replace  # noqa: E402
@@ -24,7 +25,7 @@ NETWORKS = ("cosmoflow", "cosmoflow-mlperf", "cosmoflow-v1", "resnet")
 ACTIVATIONS = ("LeakyReLU", "ReLU", "ELU", "SELU", "Softplus", "Sigmoid", "Tanh")
 OPTIMIZERS = ("SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop")
 DATA_SETS = ("synthetic", "tfrecord", "dummy")
-EPOCHS = 12
+EPOCHS = 10
 
 DESCRIPTION = """\
 Learn Omega_m, sigma_8, n_s and H_0 of universes from the distribution of their matter, under the IPU execution model.
@@ -71,7 +72,7 @@ SIMULATION_OPTIONS = (
 )  # fmt: skip
 
 OPTIONS = (
-    Option(name="--config", group=_RUN, metavar="FILE", help="configuration to start from, in the working directory or in the package: configs/graphcore.yaml, mlperf, small; --config may be left out"),
+    Option(name="--config", group="start from", metavar="FILE", help="configuration to start from, in the working directory or in the package: configs/graphcore.yaml, mlperf, small; --config may be left out"),
     Option(name="--network", group=_NETWORK, key="model.network", type=choice(*NETWORKS), default="cosmoflow-mlperf", help="cosmoflow is Graphcore's: kernel 2, 16 to 256 channels; cosmoflow-mlperf has kernel 3 and twice the channels"),
     Option(name="--conv-size", group=_NETWORK, key="model.conv_size", type=positive(), shown="16", help="channels of the first convolution"),
     Option(name="--n-conv-layers", group=_NETWORK, key="model.n_conv_layers", type=positive(), shown="5; cosmoflow-mlperf: down to 4 voxels a side", help="convolutions, each followed by pooling"),
@@ -80,11 +81,12 @@ OPTIONS = (
     Option(name="--hidden-activation", group=_NETWORK, key="model.hidden_activation", type=choice(*ACTIVATIONS), shown="LeakyReLU", help="a layer of Keras"),
     Option(name="--dropout", group=_NETWORK, key="model.dropout", type=positive(float, zero=True), metavar="X", shown="0", help="share of the dense layers' outputs dropped in training"),
     Option(name="--apply-log", group=_NETWORK, type=_FLAG, shown="1", help="the network sees log(1 + counts); 0: counts divided by their mean"),
+    Option(name="--no-standardise", group=_NETWORK, type=bool, help="do not bring the redshifts to mean 0 and deviation 1, as in the original; Omega_m is then learned many times as late"),
     Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep volumes redshift by redshift in memory; slower on most devices"),
     #
     Option(name="--dataset", group=_DATA, type=choice(*DATA_SETS), shown="tfrecord with --data-dir, else synthetic", help="simulated universes, CosmoFlow's files, or one random cube over and over"),
     Option(name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", shown="data", help="folder of .tfrecord files, plain or gzip, in train/ and validation/ or together; where simulated ones are kept"),
-    Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), shown="4000; of files: all", help="training samples"),
+    Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), shown="2000; of files: all", help="training samples"),
     Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train; of files: all", help="validation samples; 0 does not validate"),
     Option(name="--validation-split", group=_DATA, key="data.validation_split", type=positive(float), metavar="X", shown="0.1", help="share of the universes to hold out where all files lie in one folder"),
     Option(name="--channels", group=_DATA, key="data.channels", type=positive(), default=4, help="redshifts that the network sees, of 0, 0.5, 1.5 and 3"),
@@ -105,8 +107,8 @@ OPTIONS = (
     Option(name="--precision", group=_PLAN, key="precision", type=_precision, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
     Option(name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of universes, initial weights, order and symmetries"),
     #
-    Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="Adam", help="SGD has a momentum of 0.9"),
-    Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="0.001; SGD 0.01; Adadelta 0.5", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
+    Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="SGD", help="SGD has a momentum of 0.9"),
+    Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
     Option(name="--l2", group=_TRAINING, key="model.l2", type=positive(float, zero=True), metavar="X", shown="0; the benchmark's: 0.01", help="penalty on the hidden dense layers, as in Keras"),
     Option(name="--n-epochs", group=_TRAINING, key="trainer.max_epochs", type=positive(), shown=str(EPOCHS), help="passes over the training set"),
     Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),
@@ -132,7 +134,7 @@ OPTIONS = (
 GENERATE_OPTIONS = (
     *SIMULATION_OPTIONS,
     Option(name="--output-dir", group=_DATA, metavar="DIR", help="gets train/, validation/ and test/ with .tfrecord files; must be given"),
-    Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), default=4000, help="training cubes"),
+    Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), default=2000, help="training cubes"),
     Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train", help="validation cubes, and as many to test on"),
     Option(name="--seed", group=_DATA, key="data.seed", type=positive(zero=True), default=0, help="of the universes"),
     Option(name="--num-workers", group=_RUN, type=positive(), shown="the cores it may use", help="processes"),
@@ -157,11 +159,13 @@ def settle(given: dict[str, Any]) -> list[str]:
     _settle_plan(given, settings)
     _settle_data(given, settings, configured=configured)
     if "lr" not in given and ("optimizer" in given or not configured):
-        settings["model.learning_rate"] = {"SGD": 0.01, "Adadelta": 0.5}.get(settings["model.optimizer"], 0.001)
+        settings["model.learning_rate"] = {"SGD": 0.02, "Adadelta": 0.5}.get(settings["model.optimizer"], 0.001)
     if "conv_size" not in given and not configured and settings["model.network"] != "resnet":
         settings["model.conv_size"] = 16
     if "apply_log" in given:
         settings["model.apply_log"] = given["apply_log"] == "1"
+    if "no_standardise" in given:
+        settings["model.standardise"] = False
     if "no_channels_last" in given:
         settings["model.channels_last"] = False
     if "stop_at_mae" in given:
@@ -233,6 +237,11 @@ def _find_config(name: str) -> Path:
     package = Path(__file__).parent
     for place in (Path(name), package / name, package / "configs" / name, package / "configs" / f"{name}.yaml"):
         if place.is_file():
+            if re.search(r"^(ipu_config|train):", place.read_text(errors="replace"), re.MULTILINE):
+                raise UsageError(
+                    f"--config {name} is laid out for the original program (data, model, optimizer, train, ipu_config): give its values as"
+                    " options, which have the same names, or start from configs/graphcore.yaml of the package"
+                )
             return place
     known = ", ".join(sorted(f"configs/{path.name}" for path in (package / "configs").glob("*.yaml")))
     raise UsageError(f"--config {name}: there is no such file here, and in the package there are {known}")
@@ -260,11 +269,9 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
     )
     subcommand, *rest = arguments
     # This command's own defaults, before anything that a person says.
-    defaults = ["--model.report=true"]
-    if subcommand == "fit":
-        defaults += ["--checkpoint.monitor=val_mae", "--checkpoint.mode=min"]
+    defaults = ["--model.report=true", "--checkpoint.monitor=val_mae", "--checkpoint.mode=min"]
     if "data_benchmark" in given:
-        return _benchmark_data(command, rest)
+        return _benchmark_data(rest)
     return run_command(command, [subcommand, *defaults, *rest], validate=short, test="test" in given)
 
 
@@ -280,45 +287,34 @@ def _note(data: CosmoFlowDataModule, *, fom: bool) -> str | None:
     """The closing line: errors of the last evaluation, and what they are not."""
     from cosmoflow_ipu.module import mae_line
 
-    metrics = {name: float(value) for name, value in data.trainer.callback_metrics.items()}
-    lines = [mae_line(metrics, prefix, spread=data.physical_spread) for prefix in ("val", "test") if f"{prefix}_r2" in metrics]
-    if fom and "val_mae" in metrics:
-        lines.append(f"FoM: {metrics['val_mae']:.6f}")
+    reported = data.trainer.lightning_module.reported
+    names = {"val": "", "test": "test "}
+    lines = [names[prefix] + mae_line(scores, prefix, spread=data.physical_spread) for prefix, scores in reported.items()]
+    if fom and "val" in reported:
+        lines.append(f"FoM: {reported['val']['val_mae']:.6f}")
     if data.dataset_name == "dummy":
         lines.append("These figures are of one random cube over and over: they tell the speed, and nothing was learned.")
     return "\n".join(lines) or None
 
 
-def _benchmark_data(command: Any, arguments: list[str]) -> int:
-    """Read the training set three times in the order of training, and print a line for each: epoch, GB/s, samples/s."""
-    import time
-
+def _benchmark_data(arguments: list[str]) -> int:
+    """Read the training set three times in a random order, and print a line for each: epoch, GB/s, samples/s."""
     import jsonargparse
 
-    from lightning_ipu.plan import PlanError
-    from lightning_ipu.sampling import TrainingData
-    from lightning_ipu.tfrecord import TFRecordError
+    from cosmoflow_ipu.data import CosmoFlowDataModule, reading_rates
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
-    parser.add_class_arguments(command.datamodule_class, "data")
+    parser.add_class_arguments(CosmoFlowDataModule, "data")
     for key in ("model", "trainer", "checkpoint", "machine", "seed_everything", "precision", "ckpt_path"):
-        parser.add_argument(f"--{key}", type=Any)
-    wanted = [word for word in arguments if word.startswith(("--config=", "--data."))]
+        parser.add_argument(f"--{key}", type=Any)  # of a configuration; only the data matter here
     try:
-        data = parser.instantiate(parser.parse_args(wanted)).data
+        data = parser.instantiate(parser.parse_args([word for word in arguments if word.startswith(("--config=", "--data."))])).data
         data.prepare_data()
-        loader = data.train_dataloader()
-        batches = TrainingData(loader, seed=data.seed)
         print("Epoch, Bandwidth(GB/s), Samples/Second")
-        for epoch in range(3):
-            begin, nbytes, samples = time.perf_counter(), 0, 0
-            for batch in batches.epoch(epoch, first=0, last=batches.micro_batches):
-                counts, _ = data.on_before_batch_transfer(batch, 0)
-                nbytes, samples = nbytes + counts.nbytes, samples + len(counts)
-            seconds = time.perf_counter() - begin
-            print(f"{epoch + 1}, {nbytes / seconds / 1e9:.3f}, {samples / seconds:.1f}", flush=True)
-    except (PlanError, TFRecordError, ValueError, OSError, jsonargparse.ArgumentError) as error:
+        for epoch, (bandwidth, rate) in enumerate(reading_rates(data, epochs=3), start=1):
+            print(f"{epoch}, {bandwidth:.3f}, {rate:.1f}", flush=True)
+    except (ValueError, OSError, jsonargparse.ArgumentError) as error:
         print(f"cosmoflow_ipu: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
@@ -396,16 +392,18 @@ def main(arguments: list[str] | None = None) -> int:
     if words and words[0] in ("generate", "show"):
         return _other(words[0], words[1:])
     if not words or words[0] not in cli.SUBCOMMANDS:
-        # The original program takes its configuration without an option's name.
-        words = [f"--config={word}" if word.endswith((".yaml", ".yml")) and not word.startswith("-") else word for word in words]
-        words = _without_double(words)
+        words = _with_named_config(words)
     parser = cli.build_parser(prog="cosmoflow_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
     return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start)
 
 
-def _without_double(words: list[str]) -> list[str]:
-    """`--config FILE` in two words, whose second has been turned into an option as well, as one."""
-    return [word for number, word in enumerate(words) if not (word == "--config" and words[number + 1 : number + 2][0:1] and words[number + 1].startswith("--config="))]  # fmt: skip
+def _with_named_config(words: list[str]) -> list[str]:
+    """The words with `--config=` before a configuration's name, which the original program takes without."""
+    named: list[str] = []
+    for word in words:
+        is_file = word.endswith((".yaml", ".yml")) and not word.startswith("-")
+        named.append(f"--config={word}" if is_file and named[-1:] != ["--config"] else word)
+    return named
 
 
 def _version() -> str:

@@ -381,7 +381,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         micro_batch_size: cubes in a training batch of the loader.
         eval_batch_size: cubes in a validation, test or prediction batch; null is `micro_batch_size`.
         num_workers: processes that read; 0 reads in the training process.
-        n_train: training cubes; null is 4,000 synthetic or dummy ones, all there are in files.
+        n_train: training cubes; null is 2,000 synthetic or dummy ones, all there are in files.
         n_valid: validation cubes, test cubes as well; null is a tenth of the training cubes, all there are in files.
         sample_size: voxels along each side of a cube; null is 32, in files whatever the cubes have.
         channels: how many of the four redshifts 0, 0.5, 1.5 and 3, from the first on.
@@ -471,7 +471,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             if spread is None:
                 self.physical_spread = _spread_of(self.data_dir)
             return
-        self.n_train = n_train or 4000
+        self.n_train = n_train or 2000
         self.n_valid = max(1, self.n_train // 10) if n_valid is None else n_valid
         self.input_size = sample_size or 32
         if dataset == "synthetic":
@@ -667,6 +667,12 @@ class CosmoFlowDataModule(pl.LightningDataModule):
                 " validation's score is not that of universes never seen"
             )
 
+    def sample_counts(self) -> Tensor:
+        """Counts (n, channels, size, size, size) int16 of up to 64 training cubes from all over the set, to measure their distribution."""
+        part = self.part("train")
+        places = np.unique(np.linspace(0, len(part) - 1, min(64, len(part))).round().astype(int))
+        return torch.stack([part[int(place)][0] for place in places])
+
     # -- loaders
 
     def train_dataloader(self) -> DataLoader:
@@ -700,6 +706,34 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         if isinstance(batch, TFRecordError):
             raise TFRecordError(*batch.__reduce__()[1])
         return batch
+
+
+class _Batches(Dataset):
+    """A part's micro-batches in one order; a loader's workers read whole ones."""
+
+    def __init__(self, part: CubeDataset, order: list[list[int]]) -> None:
+        self.part, self.order = part, order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.part.seeded_batch(self.order[number], seed=0, epoch=0)
+
+
+def reading_rates(data: CosmoFlowDataModule, *, epochs: int) -> Iterator[tuple[float, float]]:
+    """Read the training set in a random order and do nothing else: (GB/s of counts, samples/s) of each epoch."""
+    part, size = data.part("train"), data.micro_batch_size
+    for epoch in range(epochs):
+        order = torch.randperm(len(part), generator=torch.Generator().manual_seed(epoch)).tolist()
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        loader = DataLoader(_Batches(part, batches), batch_size=None, num_workers=data.num_workers, generator=torch.Generator())
+        start, nbytes = time.perf_counter(), 0
+        for batch in loader:
+            counts, _ = data.on_before_batch_transfer(batch, 0)
+            nbytes += counts.nbytes
+        seconds = time.perf_counter() - start
+        yield nbytes / seconds / 1e9, len(order) / seconds
 
 
 def _spread_of(folder: Path) -> float | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -29,6 +30,32 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 _WITH_MOMENTUM = ("SGD", "RMSprop")
 
 
+class CountTransform(nn.Module):
+    """Turns counts into what the network sees: log(1 + counts), or counts divided by their mean, then each channel shifted and scaled.
+
+    Shift and scale are buffers, so that a checkpoint holds them; at first they change nothing.
+    """
+
+    def __init__(self, channels: int, *, apply_log: bool) -> None:
+        super().__init__()
+        self.apply_log = apply_log
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("std", torch.ones(channels))
+
+    def forward(self, counts: Tensor) -> Tensor:
+        volumes = counts.float()  # half precision holds whole numbers up to 2,048 only: the logarithm comes before any cast
+        volumes = volumes.log1p() if self.apply_log else volumes / volumes.mean(dim=(1, 2, 3, 4), keepdim=True)
+        shape = (-1, 1, 1, 1)
+        return (volumes - self.mean.float().view(shape)).div_(self.std.float().view(shape)).to(self.mean.dtype)
+
+    @torch.no_grad()
+    def fit(self, counts: Tensor) -> None:
+        """Choose shift and scale so that each channel of some volumes has mean 0 and standard deviation 1."""
+        self.mean.zero_(), self.std.fill_(1)
+        volumes = self(counts).double()
+        self.mean.copy_(volumes.mean(dim=(0, 2, 3, 4))), self.std.copy_(volumes.std(dim=(0, 2, 3, 4)))
+
+
 class CosmoFlowModule(pl.LightningModule):
     """Regression of Omega_m, sigma_8, n_s and H_0, each scaled to -1 to 1, by the mean squared error.
 
@@ -46,6 +73,9 @@ class CosmoFlowModule(pl.LightningModule):
         hidden_activation: a layer of Keras by its name; null is LeakyReLU, whose slope is 0.3 there.
         dropout: share of the dense layers' outputs dropped in training; null is 0.
         apply_log: the network sees log(1 + counts), taken in 32 bits on the device; else counts divided by their mean.
+        standardise: shift and scale each channel of that to mean 0 and deviation 1 over some training volumes, measured when training
+            first begins. The redshifts differ little from each other, and those differences tell Omega_m: without this, which the originals
+            do not have, it takes many times the training before the network sees them.
         optimizer: SGD, Adadelta, Adagrad, Adam, AdamW or RMSprop.
         learning_rate: multiplied by the schedule.
         momentum: of SGD and RMSprop; null is 0.9 and 0.
@@ -79,6 +109,7 @@ class CosmoFlowModule(pl.LightningModule):
         hidden_activation: str | None = None,
         dropout: float | None = None,
         apply_log: bool = True,
+        standardise: bool = True,
         optimizer: str = "SGD",
         learning_rate: float = 0.01,
         momentum: float | None = None,
@@ -136,19 +167,27 @@ class CosmoFlowModule(pl.LightningModule):
         )
         if channels_last:
             self.network.to(memory_format=torch.channels_last_3d)
+        self.transform = CountTransform(in_channels, apply_log=apply_log)
+        self.reported: dict[str, dict[str, float]] = {}  # the last scores of "val" and "test"
         self._scores: list[tuple[Tensor, Tensor]] = []  # predictions and targets of the evaluation in progress
 
     def forward(self, counts: Tensor) -> Tensor:
         """Parameters [batch, 4] from -1.2 to 1.2 of volumes of counts [batch, channels, size, size, size], int16 or any other numbers."""
-        volumes = counts.float()  # half precision holds whole numbers up to 2,048 only: the logarithm comes before any cast
-        if self.hparams.apply_log:
-            volumes = volumes.log1p()
-        else:
-            volumes = volumes / volumes.mean(dim=(1, 2, 3, 4), keepdim=True)
-        volumes = volumes.to(next(self.network.parameters()).dtype)
+        volumes = self.transform(counts)
         if self.hparams.channels_last:
             volumes = volumes.contiguous(memory_format=torch.channels_last_3d)
         return self.network(volumes)
+
+    def on_fit_start(self) -> None:
+        """Measure the volumes for `standardise`, unless a checkpoint that is continued from has done so."""
+        if not self.hparams.standardise or not (self.transform.std == 1).all():
+            return
+        sample = getattr(self.trainer.datamodule, "sample_counts", None)
+        if sample is None:
+            raise ValueError(
+                "standardise=True needs a data module with sample_counts(), such as CosmoFlowDataModule; give standardise=False"
+            )
+        self.transform.fit(sample().to(self.device))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         predictions, targets = self._predict(batch)
@@ -224,14 +263,8 @@ class CosmoFlowModule(pl.LightningModule):
             momentum = {"momentum": default if options.momentum is None else options.momentum}
         optimizer = OPTIMIZERS[options.optimizer](groups, lr=options.learning_rate, **momentum)
         total = self.trainer.estimated_stepping_batches
-        epochs = self.trainer.max_epochs or -1
-        schedule = build_schedule(
-            optimizer,
-            options.schedule,
-            total=total,
-            updates_per_epoch=round(total / epochs) if epochs > 0 and self.trainer.max_steps == -1 else None,
-            **self._schedule_options,
-        )
+        per_epoch = _updates_per_epoch(self.trainer) if "warmup_epochs" in self._schedule_options else None
+        schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -249,22 +282,29 @@ class Report(Callback):
     def _report(self, trainer: pl.Trainer, module: CosmoFlowModule, prefix: str, name: str) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero or not module._scores:
             return
-        metrics = trainer.callback_metrics
+        module.reported[prefix] = {key: float(value) for key, value in trainer.callback_metrics.items()}
         show = print if trainer.progress_bar_callback is None else trainer.progress_bar_callback.print
-        show(f"{name} " + mae_line({key: float(value) for key, value in metrics.items()}, prefix, spread=module.hparams.physical_spread))
+        show(f"{prefix} " + mae_line(module.reported[prefix], prefix, spread=module.hparams.physical_spread))
         predictions, targets = (torch.cat(parts).numpy() for parts in zip(*module._scores, strict=True))
         from cosmoflow_ipu.pictures import draw_predictions
 
         draw_predictions(predictions, targets, path=Path(trainer.default_root_dir) / f"{name}.png", spread=module.hparams.physical_spread)
 
 
+def _updates_per_epoch(trainer: pl.Trainer) -> int | None:
+    """Weight updates in an epoch; None for data without a length."""
+    trainer.fit_loop.setup_data()  # at once where that is done
+    batches = trainer.num_training_batches
+    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
+
+
 def mae_line(metrics: dict[str, float], prefix: str, *, spread: float | None) -> str:
     """Mean absolute errors in one line: their mean and each parameter's, in physical units too where the spread is known."""
-    parts = []
-    for name, symbol, centre in zip(PARAMETERS, SYMBOLS, CENTRE, strict=True):
-        error = metrics[f"{prefix}_mae_{name}"]
-        parts.append(f"{symbol} {error:.3f}" + (f" (± {error * spread * centre:.2g})" if spread else ""))
-    return f"MAE {metrics[f'{prefix}_mae']:.4f}: {', '.join(parts)}; R² {metrics[f'{prefix}_r2']:.3f}"
+    errors = [metrics[f"{prefix}_mae_{name}"] for name in PARAMETERS]
+    parts = ", ".join(f"{symbol} {error:.3f}" for symbol, error in zip(SYMBOLS, errors, strict=True))
+    if spread:
+        parts += f" (± {', '.join(f'{error * spread * centre:.2g}' for error, centre in zip(errors, CENTRE, strict=True))})"
+    return f"MAE {metrics[f'{prefix}_mae']:.4f}: {parts}; R² {metrics[f'{prefix}_r2']:.3f}"
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -394,6 +394,18 @@ def balanced_splits(
     return [parts.splits[place - 1] for place in cuts], rows
 
 
+def stage_table(costs: list[StageCost]) -> list[str]:
+    """Lines that show the stages of a balanced pipeline."""
+    rows = [("stage", "begins at", "blocks", "parameters", "time", "hands on", "keeps")]
+    for number, cost in enumerate(costs):
+        sizes = [f"{bytes_ / 2**20:.2f} MiB" for bytes_ in (cost.boundary_bytes, cost.activation_bytes)]
+        rows.append(
+            (str(number), cost.begins_at or "the input", str(cost.blocks), f"{cost.parameters:,}", f"{cost.time_share:.1%}", *sizes)
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def choose_cuts(seconds: list[float], transfer: list[float], num_stages: int) -> list[int]:
     """Cut a chain of blocks into contiguous stages so that the slowest is as fast as can be, and then so that least is transferred.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -100,6 +101,16 @@ def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_aggregate(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
     return found
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function under a name that torch.fx need not look up: not all of torch's can be found where they say they are."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = re.sub(r"\W", "_", name)
+    return call
 
 
 def _gradients_off() -> bool:
@@ -205,7 +216,7 @@ class _Recorder(TorchFunctionMode):
             elif getattr(torch.Tensor, name, None) == func and isinstance(args[0], Tensor):
                 self._write("call_method", name, args, kwargs, output, versions)
             else:
-                self._write("call_function", func, args, kwargs, output, versions)
+                self._write("call_function", _named(func, name), args, kwargs, output, versions)
         return output
 
     def drew(self, operation: Any) -> None:

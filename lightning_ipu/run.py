@@ -25,12 +25,14 @@ from jsonargparse import ArgumentError
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_ipu import machine
 from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically
+from lightning_ipu.plan import PlanError
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.strategy import IPUStrategy
 
@@ -79,7 +81,8 @@ def run_command(command: Command, arguments: Sequence[str], *, validate: bool = 
         if not _is_meant_for_people(error):
             raise
         started = signals.display is not None and signals.display.started
-        print(f"{command.prog}: error: {_one_line(error)}", file=sys.stderr)
+        if rank_zero_only.rank == 0 or not isinstance(error, PlanError):  # which all processes refuse alike
+            print(f"{command.prog}: error: {_one_line(error)}", file=sys.stderr)
         return 1 if started else 2
     return 0
 
@@ -202,11 +205,15 @@ class CommandLine(LightningCLI):
         if settings.enable_progress_bar is not False and not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
             self.display = RunDisplay(title=self.command.prog, facts=facts, val_loss=VAL_LOSS, val_accuracy=VAL_ACCURACY)
             self.signals.display = self.display
-            callbacks.append(self.display)
+            if rank_zero_only.rank == 0:
+                callbacks.append(self.display)
+            else:
+                kwargs["enable_progress_bar"] = False
         if self.subcommand == "fit" and not settings.fast_dev_run:
-            self.output = OutputDirectory(directory)
+            if rank_zero_only.rank == 0:
+                self.output = OutputDirectory(directory)
             if settings.logger in (None, True):
-                kwargs["logger"] = MetricsFile(directory)
+                kwargs["logger"] = MetricsFile(directory) if rank_zero_only.rank == 0 else False
             kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
             callbacks.append(LastCheckpoint(directory / CHECKPOINTS / "last.ckpt", signals=self.signals, settings=kept))
         elif settings.logger in (None, True):
@@ -247,7 +254,8 @@ class CommandLine(LightningCLI):
 
     def after_fit(self) -> None:
         final = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        if self.display is None or self.display.validated_at != self.trainer.global_step:
+        validated = self.display is not None and self.display.validated_at == self.trainer.global_step
+        if not self.trainer.strategy.broadcast(validated):
             final.pop(VAL_LOSS, None), final.pop(VAL_ACCURACY, None)
             if self.then_validate and self.trainer.limit_val_batches != 0:
                 scores = self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
@@ -281,10 +289,11 @@ class CommandLine(LightningCLI):
         tensors = bool(batches) and all(isinstance(batch, torch.Tensor) for batch in batches)
         predictions = torch.cat(batches) if tensors else batches
         path = Path(self.trainer.default_root_dir) / "predictions.pt"
-        if path.exists():
-            path.rename(free_name(path))
-        with atomic_write(path) as file:
-            torch.save(predictions, file)
+        if self.trainer.is_global_zero:
+            if path.exists():
+                path.rename(free_name(path))
+            with atomic_write(path) as file:
+                torch.save(predictions, file)
         shape = " x ".join(map(str, predictions.shape)) if tensors else f"{len(batches)} batches"
         self._close_evaluation([f"predictions: {path} ({shape})"])
 
@@ -315,6 +324,8 @@ class SaveConfig(SaveConfigCallback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.line.output is not None and trainer.is_global_zero:
+            if trainer.strategy.stage_costs:  # stages that were chosen by measurement stay where they are in a replay
+                self.config.trainer.strategy.init_args.pipeline_splits = trainer.strategy.pipeline_splits
             self.line.begin_output(self.parser.dump(self.config, skip_none=False))
 
 

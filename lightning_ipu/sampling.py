@@ -68,7 +68,7 @@ class MicroBatchSampler:
 
 
 class EvaluationBatchSampler:
-    """The user's batch sampler in evaluation: every `count`-th batch from number `index` on, as many in each of `count` processes.
+    """The user's batch sampler in evaluation: every `count`-th batch from number `index` on, as many in every process.
 
     How many samples each batch holds is noted, since averages are weighted by that; a batch that only fills up the last round has 0.
     """
@@ -79,18 +79,15 @@ class EvaluationBatchSampler:
 
     def __iter__(self) -> Iterator[tuple[None, list[Any]]]:
         self.sizes.clear()
-        batches, filling, number = self.batches, [], -1
+        batches = self.batches
         if type(batches) is BatchSampler:  # a shuffled order draws: the same each time
             batches = BatchSampler(_order(batches.sampler, mix(self.seed, _EVALUATE)), batches.batch_size, batches.drop_last)
-        for number, indices in enumerate(islice(batches, self.total)):
-            indices = list(indices)
-            filling = filling or indices[:1]
-            if number % self.count == self.index:
-                self.sizes.append(len(indices))
-                yield None, indices
-        if number % self.count < self.index and (number + 1) % self.count:
-            self.sizes.append(0)
-            yield None, filling
+        batches = islice(batches, self.total)
+        while a_round := list(islice(batches, self.count)):
+            is_scored = self.index < len(a_round)
+            indices = list(a_round[self.index]) if is_scored else list(a_round[0])[:1]
+            self.sizes.append(len(indices) if is_scored else 0)
+            yield None, indices
 
     def __len__(self) -> int:
         if self.total is None:

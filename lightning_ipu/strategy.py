@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from typing_extensions import override
 from lightning_ipu.checkpoint import AtomicCheckpointIO
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
+    EvaluationPipeline,
     PipelineEngine,
     Processes,
     StageState,
@@ -46,7 +48,7 @@ from lightning_ipu.engine.distributed import (
 )
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.host_events import events_of, validation_interval
-from lightning_ipu.partition import Partition, balanced_splits, check_num_stages, check_splits, cut
+from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
@@ -93,6 +95,9 @@ class IPUStrategy(DDPStrategy):
         num_stages: number of stages, in place of `pipeline_splits`.
         pipeline_schedule: 1F1B (Graphcore's Interleaved), GPipe (Grouped) or Sequential.
         recompute: recompute the activations of the network's blocks in the backward pass; a list of regular expressions chooses them.
+        pipeline_validation: validate during a fit over the stages where they are, forward only, where processes hold a stage each; without
+            it each of them fetches the whole network and validates a share of the batches.
+        validation_replicas: copies of the whole network that validate at once, at most one in each process; by default all.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout: as in DDPStrategy.
 
     Raises:
@@ -111,6 +116,8 @@ class IPUStrategy(DDPStrategy):
         num_stages: int | None = None,
         pipeline_schedule: str = "1F1B",
         recompute: bool | list[str] = False,
+        pipeline_validation: bool = False,
+        validation_replicas: int | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -135,7 +142,16 @@ class IPUStrategy(DDPStrategy):
             raise PlanError(
                 f"pipeline_schedule={pipeline_schedule!r} is unknown; legal are 1F1B (Interleaved), GPipe (Grouped) and Sequential"
             )
+        most = (num_stages or len(splits) + 1) * replication_factor
+        if validation_replicas is not None and not (1 <= validation_replicas <= most and not pipeline_validation):
+            raise PlanError(
+                f"validation_replicas={validation_replicas} must be from 1 to {most} (replicas x stages), and without pipeline_validation,"
+                f" which validates on the {replication_factor} replicas"
+            )
+        if pipeline_validation and most == replication_factor:
+            raise PlanError("pipeline_validation needs a pipeline: give pipeline_splits or num_stages")
         self.pipeline_splits, self.recompute = splits, recompute
+        self.pipeline_validation, self.validation_replicas = pipeline_validation, validation_replicas
         self.pipeline_schedule = SCHEDULES[pipeline_schedule.lower()]
         self.plan = Plan(
             replication_factor=replication_factor,
@@ -150,6 +166,7 @@ class IPUStrategy(DDPStrategy):
         self._user_settings: dict[str, Any] = {}
         self._processes: Processes | None = None
         self._stages: StageState | None = None
+        self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
 
     # ---- Environment: processes ---------------------------------------------------------------------------------------------
 
@@ -200,6 +217,8 @@ class IPUStrategy(DDPStrategy):
         Strategy.setup_environment(self)
         if self._process_count > 1:
             self.setup_distributed()
+            # Averages are over all processes already when Lightning sees them.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level")
             self._processes = Processes(placement, device=self.root_device)
             self.seed = self.broadcast(self.seed)
 
@@ -339,7 +358,8 @@ class IPUStrategy(DDPStrategy):
                     balanced_splits(module, args, kwargs, num_stages=self.plan.num_stages, context=context) if processes.rank == 0 else None
                 )
                 self.pipeline_splits, self.stage_costs = self.broadcast(found)
-                rank_zero_info(f"stages begin at {', '.join(self.pipeline_splits)}")
+                for line in stage_table(self.stage_costs):
+                    rank_zero_info(line)
             partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
             results = [torch.zeros_like(result, device=self.root_device, requires_grad=True) for result in partition.boundaries[-1]]
             with context(), answered(module, lambda *args, **kwargs: partition.restore(results)):
@@ -407,12 +427,12 @@ class IPUStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        if self._stages is not None:
+        if self._stages is not None and not self._evaluates_in_pipeline:
             self._stages.fetch()
 
     @override
     def on_validation_end(self) -> None:
-        if self._stages is not None and self._engine is not None:
+        if self._stages is not None and self._engine is not None and not self._evaluates_in_pipeline:
             self._stages.give_up()
 
     @override
@@ -464,7 +484,8 @@ class IPUStrategy(DDPStrategy):
         if self._processes is not None and not trainer.predicting:
             name = "limit_test_batches" if trainer.testing else "limit_val_batches"
             limit = self._user_settings.setdefault(name, getattr(trainer, name))
-            shared = {"limit": limit, "index": self._processes.rank, "count": self._processes.count}
+            index, count = self._evaluation_share
+            shared = {"limit": limit, "index": index, "count": count}
         data = EvaluationData(loader, seed=self.seed, **shared)
         if shared and isinstance(limit, float) and limit < 1.0:
             setattr(trainer, name, data.total)  # Lightning would take a share of this process's batches once more
@@ -473,6 +494,20 @@ class IPUStrategy(DDPStrategy):
                 f"Evaluation scores every sample: drop_last=True of the loader would leave out {data.left_out} and is not applied."
             )
         return data
+
+    @property
+    def _evaluation_share(self) -> tuple[int, int]:
+        """Which of the batches of an evaluation this process scores: every so many-th, from which on."""
+        processes = self._processes
+        if processes is None or self.lightning_module.trainer.predicting:
+            return 0, 1
+        if self._evaluates_in_pipeline:
+            return processes.group, processes.count // processes.parts
+        return processes.rank, min(processes.count, self.validation_replicas or processes.count)
+
+    @property
+    def _evaluates_in_pipeline(self) -> bool:
+        return self.pipeline_validation and self._stages is not None and self._engine is not None
 
     def _begin_epoch(self) -> tuple[int, int]:
         """Called when Lightning draws an epoch's first host step: its number and the first micro-batch's."""
@@ -571,10 +606,8 @@ class IPUStrategy(DDPStrategy):
     @contextmanager
     def _evaluation_randomness(self, purpose: int) -> Iterator[None]:
         """Seed what is drawn for a batch of an evaluation or prediction from (seed, purpose, number of the batch)."""
-        trainer = self.lightning_module.trainer
-        number = trainer._active_loop.batch_progress.current.completed
-        if self._processes is not None and not trainer.predicting:
-            number = number * self._processes.count + self._processes.rank
+        index, count = self._evaluation_share
+        number = self.lightning_module.trainer._active_loop.batch_progress.current.completed * count + index
         with preserved_streams(self.root_device):
             seed_all(mix(self.seed, _EVALUATION, purpose, number), self.root_device)
             yield
@@ -667,7 +700,9 @@ class IPUStrategy(DDPStrategy):
         processes = self._processes
         gather = processes and processes.gathered
         if batch_idx == 0 or "recorder" not in self._evaluation:
-            self._evaluation = {"recorder": LogRecorder(module, gather=gather)}
+            recorder = LogRecorder(module, gather=gather)
+            recorder.muted = self._evaluates_in_pipeline and not processes.is_last
+            self._evaluation |= {"recorder": recorder}
             if processes:
                 self._metrics.begin()
         recorder: LogRecorder = self._evaluation["recorder"]
@@ -678,7 +713,8 @@ class IPUStrategy(DDPStrategy):
         last = batch_idx + 1 >= loop.max_batches[dataloader_idx] if one_by_one else True
         loader = loop._combined_loader.flattened[dataloader_idx]
         recorder.weight = getattr(loader, "size", None) if one_by_one and isinstance(loader, EvaluationData) else None
-        recorder.number = batch_idx * processes.count + processes.rank if processes else batch_idx
+        index, count = self._evaluation_share
+        recorder.number = batch_idx * count + index
         output = None
         if recorder.weight != 0:  # a batch that only fills up the last round is not scored
             arguments = [batch]
@@ -687,7 +723,10 @@ class IPUStrategy(DDPStrategy):
             if loop.num_dataloaders > 1 and loop._is_sequential:
                 arguments.append(dataloader_idx)
             with self._evaluation_randomness(_STEP), recorder.recording():
-                output = step(*arguments)
+                if self._evaluates_in_pipeline:
+                    output = self._pipeline_step(partial(getattr(module, name), *arguments), loader, dataloader_idx)
+                else:
+                    output = step(*arguments)
         if batch_idx == 0:
             self._evaluation["every batch"] = any(gather(recorder.wants_steps)) if processes else False
         if last and processes:
@@ -695,6 +734,20 @@ class IPUStrategy(DDPStrategy):
         if last or self._evaluation["every batch"] or not processes and (recorder.weight is None or recorder.wants_steps):
             recorder.replay(name)
         return output
+
+    def _pipeline_step(self, step: Any, loader: EvaluationData, dataloader_idx: int) -> Any:
+        """A validation step over the stages where they are."""
+        pipelines = self._evaluation.setdefault("pipelines", {})
+        if dataloader_idx not in pipelines:
+            pipelines[dataloader_idx] = EvaluationPipeline(
+                self.lightning_module,
+                self.pipeline_splits,
+                self._processes,
+                state=self._stages,
+                size=loader.user_loader.batch_size or loader.size,
+                context=self.precision_plugin.val_step_context,
+            )
+        return pipelines[dataloader_idx].step(step, size=loader.size)
 
     # ---- End ----------------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import google_crc32c
 import numpy as np
 import pytest
 
+from lightning_ipu import tfrecord
 from lightning_ipu.tfrecord import (
     TFRecordError,
     TFRecords,
@@ -118,7 +119,15 @@ def test_a_foreign_file_is_called_by_its_name(tmp_path, damaged, cause):
     assert cause in said(tmp_path / "x", damaged)
 
 
-def test_damage_inside_a_gzip_stream_is_found(tmp_path, plain):
+@pytest.mark.parametrize("unpack", ["isal", "python"])
+def test_damage_inside_a_gzip_stream_is_found_with_and_without_isal(tmp_path, plain, unpack, monkeypatch):
+    if unpack == "python":
+        monkeypatch.setattr(tfrecord, "_gunzip", gzip.decompress)
+    else:
+        pytest.importorskip("isal")
+    (tmp_path / "whole").write_bytes(gzip.compress(plain))
+    assert contents(TFRecords([tmp_path / "whole"])) == RECORDS
+    assert "the gzip stream ends early" in said(tmp_path / "x", gzip.compress(plain)[:-3])
     packed = bytearray(gzip.compress(plain))
     packed[len(packed) // 2] ^= 0xFF
     assert "gzip stream" in said(tmp_path / "x", bytes(packed))

@@ -18,9 +18,10 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils._pytree import tree_map
 
 from lightning_ipu.engine.local import LocalEngine, ReplicaBuffers
-from lightning_ipu.partition import Partition
+from lightning_ipu.partition import Partition, cut
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
 
@@ -154,7 +155,7 @@ class PipelineEngine(DistributedEngine):
             self._buffers = ReplicaBuffers(stage)
         self._at_once = 1 if schedule == "Sequential" else accumulation
         pipeline_stage = PipelineStage(
-            _Seeded(stage, self),
+            _Called(stage, self.forward_of),
             processes.part,
             processes.parts,
             processes.device,
@@ -163,7 +164,9 @@ class PipelineEngine(DistributedEngine):
             group=processes.same_replica,
         )
         make = Schedule1F1B if schedule == "1F1B" else ScheduleGPipe
-        self._schedule = make(pipeline_stage, self._at_once, loss_fn=self._loss, scale_grads=False)  # everywhere: it says that there is a backward
+        self._schedule = make(
+            pipeline_stage, self._at_once, loss_fn=self._loss, scale_grads=False
+        )  # everywhere: it says that there is a backward
 
     def _run_replica(self, take: Callable[[], Any], update: int, replica: int, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
         self._take, self._update, self._replica, self._number = take, update, replica, number
@@ -246,15 +249,84 @@ class PipelineEngine(DistributedEngine):
         nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, squares.sqrt())
 
 
-class _Seeded(nn.Module):
-    """What a schedule calls: a stage under the seeds of the micro-batch that goes through it."""
+class EvaluationPipeline:
+    """Forward only, one batch at a time: the stages work on successive batches, since none waits for those behind it.
 
-    def __init__(self, stage: nn.Module, engine: PipelineEngine) -> None:
+    A short last batch is filled up to the size of the others by repeating a row, and what comes out is cut to its size.
+
+    Args:
+        module: the network.
+        splits: where its stages begin.
+        state: what of the network is here.
+        size: samples in a full batch.
+        context: makes the context of a step (autocast).
+    """
+
+    def __init__(
+        self, module: nn.Module, splits: list[str], processes: Processes, *, state: StageState, size: int, context: Callable[[], Any]
+    ) -> None:
+        self._module, self._splits, self._processes, self._state = module, splits, processes, state
+        self._size, self._context = size, context
+        self._partition: Partition | None = None
+
+    def step(self, step: Callable[[], Any], *, size: int) -> Any:
+        """Run the user's step on a batch of `size` samples; its result on the last stage, None elsewhere."""
+        with self._context():
+            args, kwargs = map_tensors(lambda tensor: self._filled(tensor, size), called_with(self._module, step))
+        if self._partition is None:
+            self._make(args, kwargs)
+        self._values = self._partition.flatten(*args, **kwargs)
+        self._schedule.step(*([torch.zeros(1, dtype=torch.int64)] if self._processes.is_first else []), return_outputs=False)
+        if not self._processes.is_last:
+            return None
+        results = [result[:size] if self._is_batched(result) else result for result in self._results]
+        with answered(self._module, lambda *args, **kwargs: self._partition.restore(results)):
+            return step()
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        processes = self._processes
+        with self._state.laid_out():
+            self._partition = cut(self._module, args, kwargs, splits=self._splits, training=False, context=self._context)
+        stage = self._partition.stage(processes.stages.start, processes.stages.stop - 1)
+        self._inputs = stage.inputs
+        first = torch.empty(1, dtype=torch.int64, device="meta")
+        pipeline_stage = PipelineStage(
+            _Called(stage, self._forward),
+            processes.part,
+            processes.parts,
+            processes.device,
+            input_args=first if processes.is_first else tuple(map(_on_the_wire, stage.inputs)),
+            output_args=tuple(map(_on_the_wire, stage.outputs)),
+            group=processes.same_replica,
+        )
+        self._schedule = ScheduleGPipe(pipeline_stage, 1, loss_fn=None)
+
+    def _forward(self, stage: nn.Module, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        values = self._values if self._processes.is_first else tuple(map(_off_the_wire, values, self._inputs))
+        with self._context():
+            self._results = stage(*values)
+        return tuple(map(_on_the_wire, self._results))
+
+    def _is_batched(self, tensor: torch.Tensor) -> bool:
+        return tensor.dim() > 0 and len(tensor) == self._size
+
+    def _filled(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        if tensor.dim() == 0 or len(tensor) != size or size == self._size:
+            return tensor
+        filled = torch.cat([tensor, tensor[-1:].expand(self._size - size, *tensor.shape[1:])])
+        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+        return filled.contiguous(memory_format=torch.channels_last) if channels_last else filled
+
+
+class _Called(nn.Module):
+    """What a schedule calls: a stage, through a function that knows what has to happen around it."""
+
+    def __init__(self, stage: nn.Module, call: Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]) -> None:
         super().__init__()
-        self.stage, self._engine = stage, [engine]  # in a list, so that torch does not look into it
+        self.stage, self._call = stage, call
 
     def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._engine[0].forward_of(self.stage, values)
+        return self._call(self.stage, values)
 
 
 def _dimensions(tensor: torch.Tensor) -> list[int]:
@@ -307,6 +379,18 @@ class StageState:
                 tensor.grad = None
         self.is_whole = False
 
+    @contextmanager
+    def laid_out(self) -> Iterator[None]:
+        """Let what other processes hold have its memory layout, though no values: results' layouts follow from it."""
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                if not self.here(name):
+                    tensor.data = torch.empty_strided(*self._layouts[name], dtype=tensor.dtype, device=tensor.device)
+        try:
+            yield
+        finally:
+            self.give_up()
+
     @torch.no_grad()
     def fetch(self) -> None:
         """Have the whole network in every process, each stage from the process that trains it."""
@@ -324,6 +408,11 @@ class StageState:
         """The parts that the processes of a replica hold of a dictionary of tensors, as one dictionary in each."""
         everyone = self._processes.gathered(own, self._processes.same_replica)
         return {key: value for part in everyone for key, value in part.items()}
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Apply a function to the tensors in nested tuples, lists and dicts."""
+    return tree_map(lambda value: function(value) if isinstance(value, torch.Tensor) else value, values)
 
 
 def all_reduce_flat(tensors: list[torch.Tensor], *, group: dist.ProcessGroup) -> None:
