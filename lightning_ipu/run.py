@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import logging
+import os
 import re
 import signal
 import sys
@@ -240,6 +241,12 @@ class CommandLine(LightningCLI):
             path.rename(free_name(path))
         write_atomically(path, config_yaml)
 
+    def _process_count(self) -> int:
+        """Processes that run this command: torchrun's, or as many as the Trainer starts."""
+        trainer = self.config_init[self.subcommand].trainer
+        devices = int(trainer.devices) if str(trainer.devices).isdigit() else 1
+        return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else devices * trainer.num_nodes
+
     def machine_facts(self) -> list[tuple[str, str]]:
         """Rows for the table: the device and the precision."""
         if self.accelerator == "cpu":
@@ -248,7 +255,8 @@ class CommandLine(LightningCLI):
         else:
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else self.accelerator
         name = precision_name(self.precision)
-        return [("device", device), ("precision", f"{name} (Trainer: {self.precision})" if name else self.precision)]
+        processes = [("processes", f"{count}")] if (count := self._process_count()) > 1 else []
+        return [("device", device), *processes, ("precision", f"{name} (Trainer: {self.precision})" if name else self.precision)]
 
     # -- what follows
 

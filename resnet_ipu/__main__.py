@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from lightning_ipu import cli, machine, precision  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.placement import Placement  # noqa: E402
+from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 
 if TYPE_CHECKING:
     from lightning_ipu.run import CommandLine
@@ -175,6 +177,13 @@ OPTIONS = (
         type=choice("1F1B", "GPipe", "Sequential", "Interleaved", "Grouped"),
         shown="1F1B",
         help="order of work in a pipeline; Interleaved is 1F1B, Grouped is GPipe",
+    ),
+    Option(
+        name="--validation-micro-batch-size",
+        group=_PLAN,
+        type=positive(),
+        shown="the micro-batch, at least 100",
+        help="samples that are validated at once: the same numbers",
     ),
     Option(name="--recompute", group=_PLAN, type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
     Option(
@@ -369,6 +378,27 @@ OPTIONS = (
     ),
     Option(name="--test", group=_TRAINING, type=bool, help="score the test set as well, at the end"),
     #
+    Option(
+        name="--processes",
+        group=_RUN,
+        type=positive(),
+        shown="1, or torchrun's",
+        help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages",
+    ),
+    Option(
+        name="--pipeline-validation-model",
+        group=_RUN,
+        type=bool,
+        help="validate over the stages where they are; without it each process fetches the whole network and takes a share",
+    ),
+    Option(
+        name="--validation-num-replicas",
+        group=_RUN,
+        key="trainer.strategy.validation_replicas",
+        type=positive(),
+        shown="all",
+        help="whole networks that validate at once, at most one per process: the same numbers",
+    ),
     Option(name="--device", group=_RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
     Option(
         name="--threads",
@@ -460,7 +490,7 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> int:
         raise UsageError(f"--batch-size {batch} must be a multiple of --replication-factor {replicas}: {near}, for example")
     micro_batch = micro_batch or batch // replicas
     settings["data.micro_batch_size"] = micro_batch
-    settings["data.eval_batch_size"] = max(micro_batch, 100)
+    settings["data.eval_batch_size"] = given.get("validation_micro_batch_size", max(micro_batch, 100))
 
     splits, ipus = given.get("pipeline_splits"), given.get("num_ipus")
     if ipus is not None and ipus % replicas:
@@ -485,6 +515,16 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> int:
         settings["trainer.strategy.pipeline_schedule"] = given.get("pipeline_schedule", "1F1B") if "pipeline" in given else "Sequential"
     if "recompute" in given:
         settings["trainer.strategy.recompute"] = True
+    if "pipeline_validation_model" in given:
+        if stages == 1:
+            raise UsageError("--pipeline-validation-model needs --pipeline with at least two stages")
+        settings["trainer.strategy.pipeline_validation"] = True
+    if "processes" in given:
+        try:
+            Placement(plan=Plan(replication_factor=replicas, num_stages=stages), processes=given["processes"])
+        except PlanError as error:
+            raise UsageError(f"--processes: {error}") from None
+        settings["trainer.devices"] = given["processes"]
     return micro_batch * replicas
 
 
