@@ -348,8 +348,8 @@ def balanced_splits(
 ) -> tuple[list[str], list[StageCost]]:
     """Measure a network in training block by block and choose the cuts that make its slowest stage fastest.
 
-    A cut is possible before a submodule with parameters that evaluation calls too, and where no more values cross than at the beginning of the block around it:
-    between residual blocks, not inside them. Neither gradients, buffers, mode nor random streams are changed.
+    A cut is possible before a submodule with parameters (one that evaluation calls too) where no more values cross than at the beginning
+    of the block around it: between residual blocks, not inside them. Neither gradients, buffers, mode nor random streams are changed.
 
     Args:
         module, args, kwargs, context: as in `cut`; the example's data is used, zeros where it is on the meta device.

@@ -131,6 +131,7 @@ class Branchy(nn.Module):
         y[:, 0] = 0
         y = y.gather(2, words[..., None].clamp(max=7).expand(-1, -1, 8)) + place * self.scale + self.shift
         first, *_ = y.unbind(1)
+        y = -((y.abs() + 1) ** 2) / 2 + torch.linspace(0, 1, 8, dtype=y.dtype)
         return {"logits": self.out(y), "first": (first, weights.detach()), "x": x, "count": count, "weight": weight}
 
 
@@ -458,7 +459,7 @@ def test_chosen_cuts_are_the_best_of_all():
         assert cost(chosen) == min(map(cost, itertools.combinations(range(1, count), stages - 1)))
 
 
-def test_a_balanced_network_is_measured_without_a_trace_and_cut_between_its_blocks():
+def test_measuring_leaves_a_network_as_it_was_and_cuts_it_between_its_blocks():
     module = resnet("20", num_classes=10).eval()
     module.layer2[0].requires_grad_(False)
     args, kwargs = image_call()
@@ -482,6 +483,21 @@ def test_the_expensive_block_gets_a_stage_of_its_own():
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), wide, nn.Linear(16, 16), nn.Linear(16, 16))
     splits, rows = balanced_splits(module, (torch.randn(512, 16),), num_stages=3, bandwidth=1e12)
     assert splits[0].startswith("2") and max(rows, key=lambda row: row.seconds).begins_at.startswith("2")
+
+
+def test_no_balanced_stage_begins_where_evaluation_does_not_pass():
+    class Helped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.helper, self.b = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            x = self.a(x)
+            return (self.b(x), self.helper(x)) if self.training else self.b(x)
+
+    module, x = Helped(), torch.randn(2, 4)
+    splits, _ = balanced_splits(module, (x,), num_stages=2)
+    assert splits == ["b"] and all(len(cut(module, (x,), splits=splits, training=training)) == 2 for training in (True, False))
 
 
 def test_more_balanced_stages_than_places_to_cut_are_refused():

@@ -1,0 +1,240 @@
+"""Runs that are spread over processes: the table of cases, and the worker that torchrun starts to go through them.
+
+    torchrun --nproc-per-node 2 tests/equivalence/processes.py FOLDER
+
+Every case whose number of processes it is runs in turn in one process group; the first process saves what came out as FOLDER/NAME.pt.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics.classification import MulticlassAUROC
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from runs import Net, blocks, classes, fit, loader, sgd
+
+from lightning_ipu import PlanError
+from resnet_ipu.networks import resnet
+
+adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+OPTIMIZERS = {"momentum": sgd, "adamw": adamw}
+
+
+class Skip(nn.Module):
+    """Four layers, the first of which the last one needs as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.first(x).relu()
+        late = self.third(self.second(early).relu()).relu()
+        return self.head(torch.cat([early, late], dim=1))
+
+
+NETWORKS = {
+    "blocks": partial(blocks, depth=5),
+    "normed": partial(blocks, depth=5, norm=True),
+    "dropout": partial(blocks, depth=5, norm=True, dropout=0.3),
+    "skip": Skip,
+    "resnet": lambda: resnet("8", num_classes=3, in_channels=1).to(memory_format=torch.channels_last),
+}
+
+
+class Spread(Net):
+    """The classifier of the other tests, with noise around its forward where asked, a metric with list states, and sync_dist."""
+
+    def __init__(self, network: str, optimizer: str, noise: bool = False) -> None:
+        super().__init__(NETWORKS[network], OPTIMIZERS[optimizer])
+        self.network_factory, self.noise, self.auroc = NETWORKS[network], noise, MulticlassAUROC(3)
+
+    def training_step(self, batch, batch_idx):
+        x, y, index = batch
+        if self.noise:
+            x = x + 0.1 * torch.randn_like(x)
+        loss = F.cross_entropy(self(x), y)
+        if self.noise:
+            loss = loss * (1 + 0.1 * torch.rand(()))
+        self.seen.append(index.tolist())
+        self.losses.append(loss.item())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("one", 1.0, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y, index = batch
+        logits = self(x)
+        self.auroc.update(logits.softmax(1), y)
+        self.log("val_auroc", self.auroc)
+        self.log("val_loss", F.cross_entropy(logits, y))
+        self.log("val_one", 1.0, sync_dist=True)
+        self.log("val_index", index.double().mean(), sync_dist=True)
+
+
+def case(name: str, processes: int, network: str, optimizer: str = "momentum", **plan: Any) -> dict[str, Any]:
+    return {"name": name, "processes": processes, "network": network, "optimizer": optimizer, **plan}
+
+
+TWO, FOUR = ["network.0.2"], ["network.0.1", "network.0.3", "network.1"]
+CASES = [
+    # replicas in different processes
+    case("replicas", 2, "blocks", R=2, A=2),
+    case("replicas in turn", 2, "normed", "adamw", R=4, A=2, D=3),
+    case("clipped replicas", 2, "resnet", R=2, A=1, gradient_clip_val=0.5),
+    case("replicas in float64", 2, "normed", R=2, A=2, precision="64-true"),
+    case("replicas with workers", 2, "dropout", R=2, A=2, workers=2),
+    case("four replicas", 4, "normed", R=4, A=2, D=3, validation=10_003),
+    case("eight replicas", 4, "blocks", "adamw", R=8, A=1),
+    # stages in different processes
+    case("1F1B", 2, "normed", R=1, A=4, pipeline_splits=TWO),
+    case("GPipe", 2, "blocks", "adamw", R=1, A=2, pipeline_splits=TWO, pipeline_schedule="GPipe", gradient_clip_val=0.5),
+    case("Sequential", 2, "normed", "adamw", R=1, A=3, pipeline_splits=TWO, pipeline_schedule="Sequential"),
+    case("recomputed 1F1B", 2, "resnet", "adamw", R=1, A=4, pipeline_splits=["network.layer2"], recompute=True, D=3),
+    case("Interleaved, stages merged", 2, "normed", R=1, A=4, pipeline_splits=FOUR, pipeline_schedule="Interleaved"),
+    case("noise", 2, "dropout", R=1, A=4, pipeline_splits=TWO, noise=True, recompute=True),
+    case("Grouped, a skip over a stage", 2, "skip", R=1, A=2, pipeline_splits=["network.third"], pipeline_schedule="Grouped"),
+    case("validation in stages", 2, "resnet", R=1, A=2, pipeline_splits=["network.layer3"], pipeline_validation=True),
+    case("balanced", 2, "normed", R=1, A=4, num_stages=2),
+    case("four stages", 4, "skip", R=1, A=4, pipeline_splits=["network.second", "network.third", "network.head"], precision="64-true"),
+    # both
+    case("2 x 2", 4, "normed", R=2, A=2, pipeline_splits=TWO, gradient_clip_val=0.5),
+    case("2 x 2 GPipe, recomputed", 4, "resnet", R=2, A=2, pipeline_splits=["network.layer2"], pipeline_schedule="GPipe", recompute=True),
+    case("2 x 2 with noise, validated in stages", 4, "dropout", R=2, A=2, pipeline_splits=TWO, noise=True, pipeline_validation=True),
+    case("2 x 2 x 2 in turn", 4, "blocks", "adamw", R=2, A=2, pipeline_splits=FOUR, validation_replicas=3),
+]
+
+
+def dataset(case: dict[str, Any], samples: int, seed: int = 5) -> TensorDataset:
+    """The samples of a case: images for the ResNet, rows for the others."""
+    dtype = torch.float64 if case.get("precision") == "64-true" else torch.float32
+    if case["network"] != "resnet":
+        return classes(samples, seed=seed, dtype=dtype)
+    x, y, index = classes(samples, width=64, seed=seed, dtype=dtype).tensors
+    return TensorDataset(x.view(-1, 1, 8, 8), y, index)
+
+
+def run(case: dict[str, Any], devices: int) -> tuple[Spread, pl.Trainer]:
+    """Train a case for two epochs of two weight updates and a remainder."""
+    options = {name: value for name, value in case.items() if name not in ("name", "processes", "network", "optimizer", "noise")}
+    workers, validation = options.pop("workers", 0), options.pop("validation", 21)
+    module = Spread(case["network"], case["optimizer"], case.get("noise", False))
+    samples = dataset(case, 4 * case["R"] * case["A"] * 2 + 5)
+    training = loader(samples, 4, shuffle=True, num_workers=workers)
+    trainer = fit(
+        module,
+        training,
+        loader(dataset(case, validation, seed=6), 4 if validation < 100 else 100),
+        devices=devices,
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    return module, trainer
+
+
+def outcome(module: Spread, trainer: pl.Trainer) -> dict[str, Any]:
+    """What is compared: state by name, the optimizer's state, metrics; equal in every process."""
+    return {
+        "weights": {name: value.detach().clone() for name, value in module.named_parameters()},
+        "buffers": {name: value.clone() for name, value in module.named_buffers()},
+        "optimizer": trainer.strategy.optimizer_state(trainer.optimizers[0])["state"],
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "seen": module.seen,
+    }
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(classes(64))
+
+
+class Twice(Spread):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]) + self(batch[0]), batch[1])
+
+
+class Never(Spread):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.network(batch[0]), batch[1])
+
+
+class Decayed(Spread):
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1]) + sum(p.square().sum() for p in self.parameters())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(F.dropout(self.first(x), 0.5, self.training))
+
+
+NETWORKS |= {"tied": Tied, "draws": Draws}
+PIPELINE = {"A": 2, "pipeline_splits": TWO}
+REFUSALS = {  # what is refused by two processes: (module, training data, options)
+    "several calls": (lambda: Twice("blocks", "momentum"), classes(64), PIPELINE),
+    "no call": (lambda: Never("blocks", "momentum"), classes(64), PIPELINE),
+    "a loss on other stages": (lambda: Decayed("blocks", "momentum"), classes(64), PIPELINE),
+    "tied weights": (lambda: Spread("tied", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
+    "functional randomness": (lambda: Spread("draws", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
+    "1F1B with too few micro-batches": (lambda: Spread("blocks", "momentum"), classes(64), {"A": 1, "pipeline_splits": TWO}),
+    "a stream": (lambda: Spread("blocks", "momentum"), Stream(), {"R": 2}),
+    "three replicas": (lambda: Spread("blocks", "momentum"), classes(64), {"R": 3}),
+}
+
+
+def refusal(name: str) -> str:
+    """The message with which a run is refused; empty if it was not."""
+    make, samples, options = REFUSALS[name]
+    try:
+        fit(make(), DataLoader(samples, batch_size=4), devices=2, **options)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path, processes: int) -> None:
+    torch.set_num_threads(1)
+    for number, case in enumerate(CASES):
+        if case["processes"] != processes:
+            continue
+        module, trainer = run(case, processes)
+        result = outcome(module, trainer)
+        result["everyone's metrics"] = trainer.strategy._processes.gathered(result["metrics"])
+        result["rows"] = torch.cat([torch.as_tensor(rows) for rows in trainer.predict(module, loader(dataset(case, 21), 4))]).tolist()
+        if case["name"] == "2 x 2":
+            trainer.save_checkpoint(folder / "two-by-two.ckpt")
+        if trainer.is_global_zero:
+            torch.save(result, folder / f"{number}.pt")
+    if processes == 2:
+        messages = {name: refusal(name) for name in REFUSALS}
+        if torch.distributed.get_rank() == 0:
+            torch.save(messages, folder / "refusals.pt")
+
+
+if __name__ == "__main__":
+    import os
+
+    main(Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]))

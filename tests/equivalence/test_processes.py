@@ -1,0 +1,116 @@
+"""The placement decides nothing but the speed: on 2 and 4 processes, with stages or replicas apart, the numbers are those of one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+import pytorch_lightning as pl
+import torch
+from plain_loop import train
+from processes import CASES, Spread, dataset, run
+from runs import difference, loader, make_trainer
+from torch.nn import functional as F
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the two launches left: one with two processes, one with four."""
+    path = tmp_path_factory.mktemp("processes")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    for count in (2, 4):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(count),
+            processes.__file__,
+            str(path),
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return path
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case["name"] for case in CASES])
+def test_processes_train_what_one_process_and_a_plain_loop_train(number, folder):
+    case, theirs = CASES[number], torch.load(folder / f"{number}.pt", weights_only=False)
+    module, trainer = run(case, 1)
+    ours = processes.outcome(module, trainer)
+
+    # Two addends have one order: only beyond two processes with replicas may a sum be rounded in another.
+    replicas_elsewhere = case["R"] > 2 or (case["R"] > 1 and "gradient_clip_val" in case)
+    norms_apart = "gradient_clip_val" in case
+    tolerance = {True: 1e-9, False: 1e-6}[case.get("precision") == "64-true"] if replicas_elsewhere or norms_apart else 0
+    assert difference(theirs["weights"], ours["weights"]) <= tolerance
+    assert difference(theirs["buffers"], ours["buffers"]) <= tolerance if ours["buffers"] else not theirs["buffers"]
+    assert theirs["optimizer"].keys() == ours["optimizer"].keys()
+    for key, state in ours["optimizer"].items():
+        for name, value in state.items():
+            if value is not None:
+                assert torch.allclose(theirs["optimizer"][key][name], value, rtol=10 * tolerance, atol=tolerance), (key, name)
+    assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=10 * tolerance or 1e-15)
+    assert all(metrics == theirs["metrics"] for metrics in theirs["everyone's metrics"])
+    assert theirs["metrics"]["one"] == theirs["metrics"]["val_one"] == 1
+    assert theirs["metrics"]["val_index"] == (case.get("validation", 21) - 1) / 2
+    assert theirs["rows"] == list(range(21))
+
+    if not case.get("noise") and case["network"] != "dropout" and "gradient_clip_val" not in case:
+        reference = Spread(case["network"], case["optimizer"])
+        samples = dataset(case, len(trainer.train_dataloader.dataset))
+        reference.to(samples.tensors[0].dtype)
+        train(
+            reference.network,
+            optimizer := processes.OPTIMIZERS[case["optimizer"]](reference.parameters()),
+            lambda network, batch: F.cross_entropy(network(batch[0]), batch[1]),
+            [samples[indices] for indices in module.seen],
+            replicas=case["R"],
+            accumulation=case["A"],
+        )
+        assert len(module.seen) == 4 * case["R"] * case["A"] and optimizer.state
+        normed = case["network"] in ("normed", "resnet")
+        close = 1e-9 if case.get("precision") == "64-true" else 4e-4 if normed else 1e-6
+        assert difference(theirs["weights"], {name: value.detach() for name, value in reference.named_parameters()}) < close
+
+
+def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(folder):
+    messages = torch.load(folder / "refusals.pt")
+    wanted = {
+        "several calls": "2 times",
+        "no call": "does not call self",
+        "a loss on other stages": "of an earlier stage directly",
+        "tied weights": "network.first.weight",
+        "functional randomness": "draws random numbers by dropout",
+        "1F1B with too few micro-batches": "gradient_accumulation_factor of at least 2, not 1",
+        "a stream": "IterableDataset is trained on by one process only",
+        "three replicas": "legal numbers of processes are 1, 3",
+    }
+    for name, words in wanted.items():
+        assert words in messages[name] and "\n" not in messages[name], (name, messages[name])
+
+
+def test_a_checkpoint_of_two_stages_on_two_replicas_knows_of_neither(folder):
+    number = next(number for number, case in enumerate(CASES) if case["name"] == "2 x 2")
+    checkpoint = torch.load(folder / "two-by-two.ckpt", weights_only=False)
+    theirs = torch.load(folder / f"{number}.pt", weights_only=False)
+    plain = Spread("normed", "momentum").network
+    plain.load_state_dict({name.removeprefix("network."): value for name, value in checkpoint["state_dict"].items() if "auroc" not in name})
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    assert difference({f"network.{name}": value for name, value in plain.named_parameters()}, theirs["weights"]) == 0
+
+    case = CASES[number]
+    module = Spread("normed", "momentum")
+    validated = make_trainer().validate(
+        module, loader(dataset(case, 21, seed=6), 4), ckpt_path=folder / "two-by-two.ckpt", verbose=False, weights_only=False
+    )
+    assert validated[0]["val_loss"] == pytest.approx(theirs["metrics"]["val_loss"], rel=1e-6)
+    training = loader(dataset(case, 4 * case["R"] * case["A"] * 2 + 5), 4, shuffle=True)
+    trainer = make_trainer(R=2, A=2, max_epochs=3)
+    trainer.fit(module, training, ckpt_path=folder / "two-by-two.ckpt", weights_only=False)
+    assert trainer.global_step == 6 and isinstance(trainer, pl.Trainer)
