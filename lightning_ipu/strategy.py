@@ -362,9 +362,19 @@ class IPUStrategy(DDPStrategy):
                     rank_zero_info(line)
             partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
             results = [torch.zeros_like(result, device=self.root_device, requires_grad=True) for result in partition.boundaries[-1]]
-            with context(), answered(module, lambda *args, **kwargs: partition.restore(results)):
+            calls = []
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                calls.append(args)
+                return partition.restore(results)
+
+            with context(), answered(module, forward):
                 output = step(batch, 0)
         self._recorder.muted = muted
+        if len(calls) != 1:
+            raise PlanError(
+                f"the training step of {type(module).__name__} calls self(...) {len(calls)} times; a pipeline needs exactly one call"
+            )
         _check_loss(module, output if isinstance(output, torch.Tensor) else output["loss"], partition)
         return partition
 

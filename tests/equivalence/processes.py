@@ -85,10 +85,11 @@ def case(name: str, processes: int, network: str, optimizer: str = "momentum", *
 
 
 TWO, FOUR = ["network.0.2"], ["network.0.1", "network.0.3", "network.1"]
+# AdamW goes without BatchNorm: it magnifies the rounding of gradients that BatchNorm makes zero.
 CASES = [
     # replicas in different processes
     case("replicas", 2, "blocks", R=2, A=2),
-    case("replicas in turn", 2, "normed", "adamw", R=4, A=2, D=3),
+    case("replicas in turn", 2, "normed", R=4, A=2, D=3),
     case("clipped replicas", 2, "resnet", R=2, A=1, gradient_clip_val=0.5),
     case("replicas in float64", 2, "normed", R=2, A=2, precision="64-true"),
     case("replicas with workers", 2, "dropout", R=2, A=2, workers=2),
@@ -97,7 +98,7 @@ CASES = [
     # stages in different processes
     case("1F1B", 2, "normed", R=1, A=4, pipeline_splits=TWO),
     case("GPipe", 2, "blocks", "adamw", R=1, A=2, pipeline_splits=TWO, pipeline_schedule="GPipe", gradient_clip_val=0.5),
-    case("Sequential", 2, "normed", "adamw", R=1, A=3, pipeline_splits=TWO, pipeline_schedule="Sequential"),
+    case("Sequential", 2, "blocks", "adamw", R=1, A=3, pipeline_splits=TWO, pipeline_schedule="Sequential"),
     case("recomputed 1F1B", 2, "resnet", "adamw", R=1, A=4, pipeline_splits=["network.layer2"], recompute=True, D=3),
     case("Interleaved, stages merged", 2, "normed", R=1, A=4, pipeline_splits=FOUR, pipeline_schedule="Interleaved"),
     case("noise", 2, "dropout", R=1, A=4, pipeline_splits=TWO, noise=True, recompute=True),

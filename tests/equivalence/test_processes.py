@@ -53,8 +53,9 @@ def test_processes_train_what_one_process_and_a_plain_loop_train(number, folder)
     for key, state in ours["optimizer"].items():
         for name, value in state.items():
             if value is not None:
-                assert torch.allclose(theirs["optimizer"][key][name], value, rtol=10 * tolerance, atol=tolerance), (key, name)
-    assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=10 * tolerance or 1e-15)
+                assert torch.allclose(theirs["optimizer"][key][name], value, rtol=1e3 * tolerance, atol=10 * tolerance), (key, name)
+    filled_up = case.get("pipeline_validation", False)  # the last batch goes through with other samples
+    assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-6 if filled_up else 10 * tolerance or 1e-15)
     assert all(metrics == theirs["metrics"] for metrics in theirs["everyone's metrics"])
     assert theirs["metrics"]["one"] == theirs["metrics"]["val_one"] == 1
     assert theirs["metrics"]["val_index"] == (case.get("validation", 21) - 1) / 2
