@@ -126,6 +126,12 @@ class CommandLine(LightningCLI):
             default="auto",
             help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32. Saved as it was resolved.",
         )
+        parser.add_argument(
+            "--half_type",
+            type=Literal["bf16", "fp16"],
+            default="bf16",
+            help="the 16-bit type of precision 16.16 and 16.32; fp16 is for GPUs",
+        )
         parser.add_function_arguments(set_up_machine, "machine")
         for attribute, argument in self.command.links:
             parser.link_arguments(f"data.{attribute}", f"model.{argument}", apply_on="instantiate")
@@ -169,14 +175,16 @@ class CommandLine(LightningCLI):
         self.accelerator = accelerator
         if config.trainer.precision is not None:
             named = precision_name(str(config.trainer.precision))
-            if config.precision not in ("auto", named):
+            if config.precision not in ("auto", named) or (config.half_type == "fp16") > str(config.trainer.precision).startswith("16"):
                 raise MisconfigurationException(
-                    f"precision {config.precision} and trainer.precision {config.trainer.precision} say different things; give one of them"
+                    f"precision {config.precision} (half_type {config.half_type}) and trainer.precision {config.trainer.precision} say different"
+                    " things; give one of them"
                 )
             self.precision = str(config.trainer.precision)
         else:
-            config.precision = resolve(config.precision, accelerator="gpu" if accelerator in ("gpu", "cuda") else "cpu")
-            self.precision = lightning_precision(config.precision)
+            kind = "gpu" if accelerator in ("gpu", "cuda") else "cpu"
+            config.precision = resolve(config.precision, accelerator=kind, half_type=config.half_type)
+            self.precision = lightning_precision(config.precision, config.half_type)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -216,6 +224,7 @@ class CommandLine(LightningCLI):
             if settings.logger in (None, True):
                 kwargs["logger"] = MetricsFile(directory) if rank_zero_only.rank == 0 else False
             kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
+            kept["half_type"] = config.half_type
             callbacks.append(LastCheckpoint(directory / CHECKPOINTS / "last.ckpt", signals=self.signals, settings=kept))
         elif settings.logger in (None, True):
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates

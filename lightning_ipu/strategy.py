@@ -14,15 +14,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
 from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
 from pytorch_lightning.loops.optimization.automatic import ClosureResult
-from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, MixedPrecision, Precision
+from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
@@ -47,6 +47,7 @@ from lightning_ipu.engine.distributed import (
     called_with,
 )
 from lightning_ipu.engine.local import LocalEngine
+from lightning_ipu.half import SixteenBit
 from lightning_ipu.host_events import events_of, validation_interval
 from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
@@ -95,6 +96,8 @@ class IPUStrategy(DDPStrategy):
         num_stages: number of stages, in place of `pipeline_splits`.
         pipeline_schedule: 1F1B (Graphcore's Interleaved), GPipe (Grouped) or Sequential.
         recompute: recompute the activations of the network's blocks in the backward pass; a list of regular expressions chooses them.
+        loss_scaling: factor of the loss in 16-bit computing, "auto", or None: "auto" for float16 and none for bfloat16.
+        stochastic_rounding: of the weight update where weights are 16-bit (the Trainer's precision bf16-true or 16-true).
         pipeline_validation: validate during a fit over the stages where they are, forward only, where processes hold a stage each; without
             it each of them fetches the whole network and validates a share of the batches.
         validation_replicas: copies of the whole network that validate at once, at most one in each process; by default all.
@@ -116,6 +119,8 @@ class IPUStrategy(DDPStrategy):
         num_stages: int | None = None,
         pipeline_schedule: str = "1F1B",
         recompute: bool | list[str] = False,
+        loss_scaling: float | Literal["auto"] | None = None,
+        stochastic_rounding: bool = True,
         pipeline_validation: bool = False,
         validation_replicas: int | None = None,
         accelerator: Accelerator | None = None,
@@ -126,6 +131,7 @@ class IPUStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
+        self.loss_scaling, self.stochastic_rounding = loss_scaling, stochastic_rounding
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -167,6 +173,21 @@ class IPUStrategy(DDPStrategy):
         self._processes: Processes | None = None
         self._stages: StageState | None = None
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        """Take Lightning's plugin; one that computes in 16 bits is exchanged for ours, under the same name of precision."""
+        if type(plugin) in (HalfPrecision, MixedPrecision):
+            device = "cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda"
+            plugin = SixteenBit(
+                plugin.precision, device=device, loss_scaling=self.loss_scaling, stochastic_rounding=self.stochastic_rounding
+            )
+        self._precision_plugin = plugin
 
     # ---- Environment: processes ---------------------------------------------------------------------------------------------
 
@@ -296,6 +317,9 @@ class IPUStrategy(DDPStrategy):
             self._recorder.number = number
             return step(batch, number) if takes_index else step(batch)
 
+        ours = isinstance(self.precision_plugin, SixteenBit)
+        narrow = self.precision_plugin.narrow_update(optimizer, module, seed=self.seed) if ours else None
+        self._scaling = self.precision_plugin.scaling if ours else None
         common: dict[str, Any] = {
             "plan": self.plan,
             "module": module,
@@ -307,6 +331,8 @@ class IPUStrategy(DDPStrategy):
             "zero_grad": zero_grad,
             "backward": module.backward if is_overridden("backward", module) else None,
             "on_micro_batch": self._count_micro_batch,
+            "scaling": self._scaling,
+            "update_weights": narrow and narrow.step,
         }
         clip = partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None
         if self._processes is None:
@@ -633,24 +659,25 @@ class IPUStrategy(DDPStrategy):
         recorder, progress, engine, schedules = self._recorder, self.progress, self._engine, self._schedules
         recorder.weight = self.plan.micro_batch_size
         per_update = self.plan.micro_batches_per_update
-        first_update, run_update = progress.updates_done, trainer.global_step
+        first_update = progress.updates_done
+        run_update = trainer.global_step + (self._scaling.skipped if self._scaling else 0)  # one that is skipped has a number as well
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
 
         try:
             with preserved_streams(self.root_device), recorder.recording():
                 for done in range(handle.weight_updates):
-                    if done:  # Lightning itself counts the last one
-                        steps.increment_ready()
-                        steps.increment_completed()
                     recorder.update = done
-                    loss, extra = engine.weight_update(
+                    loss, extra, made = engine.weight_update(
                         handle.take, update=run_update + done, first_micro_batch=(first_update + done) * per_update
                     )
                     progress.updates_done += 1
                     handle.done = done + 1
-                    for schedule, frequency in schedules:
-                        if progress.updates_done % frequency == 0:
-                            self._lr_step(schedule, None) if self._lr_step else schedule.step()
+                    if made:
+                        steps.increment_ready()
+                        steps.increment_completed()
+                        for schedule, frequency in schedules:
+                            if steps.current.completed % frequency == 0:
+                                self._lr_step(schedule, None) if self._lr_step else schedule.step()
                     if progress.stop_signal is not None:
                         break
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
@@ -658,6 +685,9 @@ class IPUStrategy(DDPStrategy):
             epoch_loop.batch_progress.is_last_batch = False
             raise
         done += 1
+        for counts in (steps.total, steps.current):  # Lightning itself counts one
+            counts.ready -= 1
+            counts.completed -= 1
         self._settle(trainer, epoch_loop, handle, done)
         closure._result = ClosureResult(closure_loss=loss, extra=extra)
         return loss
@@ -849,9 +879,13 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
             "sync_batchnorm=True contradicts the plan: BatchNorm normalises by the micro-batch; give larger micro-batches instead"
         )
     plugin = strategy.precision_plugin
-    allowed = type(plugin) in (Precision, DoublePrecision) or (type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed")
-    if not allowed:
-        raise PlanError(f"precision={plugin.precision!r} is not available under IPUStrategy yet; legal are 32-true, bf16-mixed and 64-true")
+    if type(plugin) not in (Precision, DoublePrecision, SixteenBit):
+        raise PlanError(
+            f"precision={plugin.precision!r} cannot be honoured by IPUStrategy; legal are 32-true, 64-true, bf16-mixed, 16-mixed, bf16-true"
+            " and 16-true"
+        )
+    if strategy.loss_scaling is not None and not isinstance(plugin, SixteenBit):
+        raise PlanError(f"loss_scaling={strategy.loss_scaling} makes no sense in precision={plugin.precision}; it is for 16-bit gradients")
     for callback in trainer.callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
             raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")

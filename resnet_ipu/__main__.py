@@ -203,10 +203,36 @@ OPTIONS = (
         help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32",
     ),
     Option(
-        name="--no-prng",
+        name="--half-type",
+        group=_PLAN,
+        key="half_type",
+        type=choice(*precision.HALF_TYPES),
+        default="bf16",
+        help="the 16-bit type; fp16 is for GPUs and --precision 16.16 or 16.32",
+    ),
+    Option(
+        name="--prng",
         group=_PLAN,
         type=bool,
-        help="no stochastic rounding. It concerns 16-bit weights only, so this is how things are anyway",
+        help="stochastic rounding of weight updates in 16.16, which is the default: a change below the spacing of 16-bit numbers,"
+        " 1/256 of a weight in bf16, is made at times instead of never",
+    ),
+    Option(name="--no-prng", group=_PLAN, type=bool, excludes="--prng", help="round them to nearest instead, which loses such changes"),
+    Option(
+        name="--loss-scaling",
+        group=_PLAN,
+        key="trainer.strategy.loss_scaling",
+        type=positive(float),
+        metavar="X",
+        shown="automatic in fp16, none in bf16",
+        help="multiply the loss so that small gradients do not vanish in 16 bits; they are divided again before clipping and use",
+    ),
+    Option(
+        name="--auto-loss-scaling",
+        group=_PLAN,
+        type=bool,
+        excludes="--loss-scaling",
+        help="double the factor every 2,000 updates; skip an update that overflows, and halve it",
     ),
     Option(
         name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of initial weights, order, augmentation and held-out images"
@@ -427,11 +453,6 @@ OPTIONS = (
     Option(name="--log_dir_string", group=_RUN, metavar="NAME", help="put the output into this sub-directory of --output-dir"),
     #
     Option(
-        name="--prng",
-        group="",
-        refused="stochastic rounding concerns 16-bit weights (precision 16.16), which are not available yet; --no-prng is how things are",
-    ),
-    Option(
         name="--fp-exceptions",
         group="",
         refused="an IPU's floating-point exceptions do not exist here; fit --trainer.detect_anomaly true stops at the first NaN in a gradient",
@@ -455,6 +476,12 @@ def settle(given: dict[str, Any]) -> list[str]:
     batch = _settle_plan(given, settings)
     _settle_learning_rate(given, settings, batch=batch)
 
+    if "prng" in given and given.get("precision") not in ("16", "16.16"):
+        raise UsageError(f"--prng concerns 16-bit weights: it needs --precision 16.16, not {given.get('precision', 'auto')}")
+    if "no_prng" in given:
+        settings["trainer.strategy.stochastic_rounding"] = False
+    if "auto_loss_scaling" in given:
+        settings["trainer.strategy.loss_scaling"] = "auto"
     if "no_zero_init" in given:
         settings["model.zero_init_last_norm"] = False
     if "no_channels_last" in given:

@@ -84,7 +84,7 @@ def test_help_lists_every_option_with_its_default_in_under_half_a_second_of_cpu_
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
     for option in command.OPTIONS:
         assert re.search(rf"^  {re.escape(option.name)}\b", text, re.M), option.name
-    assert "[batch]" in text and "[0.0001]" in text and "[30; 1 on" in re.sub(r"\s+", " ", text)
+    assert "[batch]" in text and "[1e-4, but 0 for adamw" in text and "[30; 1 on" in re.sub(r"\s+", " ", text)
 
 
 def test_help_version_and_wrong_options_import_no_torch():
@@ -129,9 +129,16 @@ def test_every_option_of_the_original_is_known_and_every_size_is_a_network():
         ("--pipeline-schedule GPipe --num-ipus 2", "--pipeline-schedule GPipe needs --pipeline"),
         ("--dataset imagenet", "--dataset: imagenet: ImageNet is not available yet"),
         ("--dataset cifar-11", "'cifar-11' is not known; known are CIFAR-10"),
-        ("--precision 16", "--precision: precision 16 .* not available yet; use 16.32"),
-        ("--precision 16.16", "--precision: precision 16.16 .* not available yet; use 16.32"),
-        ("--prng", "--prng: stochastic rounding"),
+        ("--precision 16.8", "--precision: '16.8' is not known; known are auto, 16.16"),
+        ("--prng", "--prng concerns 16-bit weights: it needs --precision 16.16, not auto"),
+        ("--prng --no-prng --precision 16", "--no-prng and --prng exclude each other"),
+        ("--loss-scaling 128 --auto-loss-scaling", "--auto-loss-scaling and --loss-scaling exclude each other"),
+        ("--loss-scaling 0", "--loss-scaling: '0' must be a number above 0"),
+        (
+            "--lr-schedule cosine --learning-rate-decay 1,.1,0",
+            "--learning-rate-decay belongs to a stepped schedule, not to --lr-schedule cosine",
+        ),
+        ("--lr-decay-rate .9 --lr-end-ratio .1", "--lr-decay-rate and --lr-end-ratio exclude each other"),
         ("--max-bytes-per-tile 1000", "--max-bytes-per-tile: steers the IPU's compiler only"),
         ("--ckpt=model.onnx", "--ckpt: checkpoints go to OUTPUT_DIR/checkpoints"),
         ("--get-reports", "--get-reports: the reports"),
@@ -204,6 +211,21 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert (trainer["accelerator"], trainer["default_root_dir"]) == ("cpu", "o/n")
     assert (config["precision"], config["seed_everything"]) == ("32", 7)
     assert config["machine"] == {"threads": 1, "keep_freed_memory": False}
+    assert strategy["stochastic_rounding"] is False and strategy["loss_scaling"] is None
+
+    line = """--optimizer lars --l2-regularization 0.1 --decay-all --lr-schedule polynomial --warmup-epochs 2 --warmup-mode mask --lr-staircase
+        --lr-decay-epochs 9 --lr-end-ratio 0 --lr-power 3 --half-type fp16 --precision 16.16 --auto-loss-scaling"""
+    translated = [f"--{key}={value}" for key, value in settled(*line.split()).items()]
+    status, output, _ = run("fit", *translated, "--print_config")
+    assert status == 0
+    config = yaml.safe_load(output)
+    model, strategy = config["model"], config["trainer"]["strategy"]["init_args"]
+    assert (model["optimizer"], model["learning_rate"], model["momentum"], model["weight_decay"]) == ("lars", 2.0, None, None)
+    assert (model["l2_regularization"], model["decay_all"], model["schedule"], model["power"]) == (0.1, True, "polynomial", 3.0)
+    assert (model["warmup_epochs"], model["warmup_mode"], model["staircase"]) == (2.0, "mask", True)
+    assert (model["decay_epochs"], model["final_fraction"], model["decay_rate"]) == (9.0, 0.0, None)
+    assert (config["half_type"], config["precision"], strategy["loss_scaling"]) == ("fp16", "16.16", "auto")
+    assert float(settled("--loss-scaling", "128")["trainer.strategy.loss_scaling"]) == 128
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------------
@@ -321,6 +343,10 @@ def test_a_damaged_archive_is_named_in_one_line_and_help_does_not_mind(run, tmp_
 def test_settings_that_fail_later_are_one_line_as_well(run):
     for words, message in (
         (["--momentum", "1"], "momentum=1.0 must be at least 0 and below 1"),
+        (["--loss-scaling", "128"], "loss_scaling=128.0 makes no sense in precision=32-true"),
+        (["--precision", "16.16", "--half-type", "fp16", "--device", "cpu"], "16-bit type fp16 is for GPUs; a CPU computes in bf16"),
+        (["--precision", "16.16", "--auto-loss-scaling"], "loss_scaling=auto makes no sense in bf16"),
+        (["--optimizer", "adamw", "--momentum", ".9"], "momentum=0.9 means nothing to optimizer='adamw'"),
         (["--pipeline-splits", "network.layer9"], "pipeline_splits='network.layer9' is no submodule"),
         (["--device", "gpu"] if not torch.cuda.is_available() else ["--num-ipus", "999"], "."),
     ):

@@ -441,8 +441,6 @@ class Optimizers(Ledger):
         (Ledger, {"callbacks": lambda: GradientAccumulationScheduler({0: 1, 1: 2})}, "GradientAccumulationScheduler"),
         (Ledger, {"callbacks": lambda: BatchSizeFinder()}, "BatchSizeFinder"),
         (Ledger, {"sync_batchnorm": True}, "sync_batchnorm=True"),
-        (Ledger, {"precision": "16-true"}, "precision='16-true' .* legal are"),
-        (Ledger, {"precision": "bf16-true"}, "precision='bf16-true' .* legal are"),
         (Ledger, {"devices": 2}, "2 processes cannot serve 1 replicas x 1 stages; legal numbers of processes are 1"),
         (Ledger, {"num_nodes": 2}, "2 processes cannot serve"),
         (Ledger, {"R": 3, "devices": 2}, "2 processes cannot serve 3 replicas x 1 stages; legal numbers of processes are 1, 3"),

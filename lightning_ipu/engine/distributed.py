@@ -89,7 +89,8 @@ class DistributedEngine(LocalEngine):
             [float(gradient is not None) for gradient in gradients] + [float(signal > 0), float(signal)], device=self._processes.device
         )
         sums = [
-            torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in zip(parameters, gradients, strict=True)
+            torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient
+            for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
         all_reduce_flat([*sums, *moves, facts], group=self._processes.same_stages)
         *present, signalled, signals = facts.tolist()
@@ -153,6 +154,8 @@ class PipelineEngine(DistributedEngine):
         stage = partition.stage(processes.stages.start, processes.stages.stop - 1)
         if self._buffers is not None:
             self._buffers = ReplicaBuffers(stage)
+        if self._scaling is not None:
+            self._scaling.agree = self._all_finite
         self._at_once = 1 if schedule == "Sequential" else accumulation
         pipeline_stage = PipelineStage(
             _Called(stage, self.forward_of),
@@ -223,10 +226,10 @@ class PipelineEngine(DistributedEngine):
                 hook(scaled)
         self._result = loss.detach(), extra
         self._on_micro_batch()
-        return scaled
+        return scaled if self._scaling is None else self._scaling.scale(scaled)
 
-    def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        loss, extra = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
+    def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
+        loss, extra, made = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
         # Every stage learns of signals that any received, and of the loss.
         signal = float(self._stop_signal())
         facts = torch.tensor([float(signal > 0), signal, loss.item() if self._processes.is_last else 0.0], dtype=torch.float64)
@@ -235,7 +238,13 @@ class PipelineEngine(DistributedEngine):
         signalled, signals, total = facts.tolist()
         if signalled:
             self._on_stop(round(signals / signalled))
-        return torch.tensor(total, device=self._processes.device), extra
+        return torch.tensor(total, device=self._processes.device), extra, made
+
+    def _all_finite(self, finite: bool) -> bool:
+        """Whether the gradients of all stages are finite; those of all replicas have been added up."""
+        overflows = torch.tensor(float(not finite), device=self._processes.device)
+        dist.all_reduce(overflows, group=self._processes.same_replica)
+        return not overflows
 
     def _clip_gradients(self) -> None:
         parameters = [parameter for parameter in self._parameters() if parameter.grad is not None]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ipu.half import LossScaling
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.stage import NamedRandomness
 
@@ -73,6 +74,8 @@ class LocalEngine:
         hooks: for each of before_zero_grad, before_backward, after_backward, before_optimizer_step the functions to call, mostly none.
         zero_grad, backward, clip: stand-ins for the optimizer's, the loss's own and for no clipping; None where nothing is to be called.
         on_micro_batch: told of each finished micro-batch.
+        scaling: scales the loss and decides whether an update is made; None without loss scaling.
+        update_weights: makes update number k in place of the optimizer's own `step`; None where that does.
     """
 
     def __init__(
@@ -89,14 +92,17 @@ class LocalEngine:
         backward: Hook | None,
         clip: Hook | None,
         on_micro_batch: Callable[[], None],
+        scaling: LossScaling | None = None,
+        update_weights: Callable[[int], None] | None = None,
     ) -> None:
         self._plan, self._optimizer, self._step, self._context = plan, optimizer, step, context
         self._randomness, self._hooks, self._on_micro_batch = randomness, hooks, on_micro_batch
         self._zero_grad, self._backward, self._clip = zero_grad or optimizer.zero_grad, backward, clip
-        self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 else None
+        self._scaling, self._update_weights = scaling, update_weights
+        self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 or scaling is not None else None
         self._replicas = range(plan.replication_factor)  # those that run here
 
-    def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Make one weight update.
 
         Args:
@@ -105,7 +111,8 @@ class LocalEngine:
             first_micro_batch: number in the epoch of the first micro-batch.
 
         Returns:
-            The last micro-batch's loss and whatever else its step returned.
+            The last micro-batch's loss, whatever else its step returned, and whether the update was made: not where scaled gradients
+            have overflowed. Then weights, optimizer and BatchNorm's statistics are as before.
         """
         hooks, buffers, gradients = self._hooks, self._buffers, None
         for hook in hooks["before_zero_grad"]:
@@ -127,14 +134,24 @@ class LocalEngine:
             buffers.end_update(self._plan.replication_factor)
             for parameter, gradient in zip(self._parameters(), gradients, strict=True):
                 parameter.grad = gradient
+        if self._scaling is not None:
+            finite = self._scaling.unscale_and_check(self._parameters())
+            self._scaling.update(finite)
+            if not finite:
+                if buffers:
+                    buffers.begin_replica()
+                return loss, extra, False
         for hook in hooks["after_backward"]:
             hook()
         for hook in hooks["before_optimizer_step"]:
             hook(self._optimizer)
         if self._clip is not None:
             self._clip()
-        self._optimizer.step()
-        return loss, extra
+        if self._update_weights is None:
+            self._optimizer.step()
+        else:
+            self._update_weights(update)
+        return loss, extra, True
 
     def _run_replica(self, take: Callable[[], Any], update: int, replica: int, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Add up the gradients of a replica's micro-batches, of which the first has this number in the epoch."""
@@ -145,6 +162,8 @@ class LocalEngine:
             if replica == self._replicas.start and micro_batch == 0:
                 for hook in self._hooks["before_backward"]:
                     hook(scaled)
+            if self._scaling is not None:
+                scaled = self._scaling.scale(scaled)
             if self._backward is None:
                 scaled.backward()
             else:
