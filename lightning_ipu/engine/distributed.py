@@ -8,6 +8,7 @@ by the output that arrived.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -157,7 +158,7 @@ class PipelineEngine(DistributedEngine):
         if self._scaling is not None:
             self._scaling.agree = self._all_finite
         self._at_once = 1 if schedule == "Sequential" else accumulation
-        pipeline_stage = PipelineStage(
+        pipeline_stage = _make_stage(
             _Called(stage, self.forward_of),
             processes.part,
             processes.parts,
@@ -258,6 +259,42 @@ class PipelineEngine(DistributedEngine):
         nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, squares.sqrt())
 
 
+class _OlderStage(PipelineStage):
+    """A PipelineStage of torch before 2.14, which takes every tensor that crosses a cut for differentiable; this one asks the metadata."""
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        backward, self.has_backward = self.has_backward, False
+        prepared = super()._prepare_forward_infra(*args, **kwargs)
+        self.has_backward = backward
+        if backward and not self.is_first:
+            for infos in self.args_recv_info.values():
+                for info, meta in zip(infos, self.inputs_meta, strict=True):
+                    info.buffer.requires_grad_(meta.requires_grad)
+        return prepared
+
+    def _create_grad_recv_info(self, act_send_info: dict) -> tuple[Any, ...]:
+        infos = super()._create_grad_recv_info(act_send_info)
+        return tuple(info if meta.requires_grad else None for info, meta in zip(infos, self.get_outputs_meta(), strict=False))
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Any, ...]:
+        return tuple(info and info.buffer for info in self.grad_recv_info[bwd_chunk_id])
+
+    def _create_grad_send_info(self, args_recv_info: tuple) -> list[int | None]:
+        sources = super()._create_grad_send_info(args_recv_info)
+        return [source if meta.requires_grad else None for source, meta in zip(sources, self.inputs_meta, strict=True)]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, **kwargs)
+        if self.has_backward and not self.is_first:
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(info.buffer) if gradient is None and info.buffer.requires_grad else gradient
+                for info, gradient in zip(self.args_recv_info[bwd_chunk_id], self.bwd_cache[bwd_chunk_id], strict=True)
+            )
+
+
+_make_stage = PipelineStage if "input_grads" in inspect.signature(PipelineStage.__init__).parameters else _OlderStage
+
+
 class EvaluationPipeline:
     """Forward only, one batch at a time: the stages work on successive batches, since none waits for those behind it.
 
@@ -299,7 +336,7 @@ class EvaluationPipeline:
         stage = self._partition.stage(processes.stages.start, processes.stages.stop - 1)
         self._inputs = stage.inputs
         first = torch.empty(1, dtype=torch.int64, device="meta")
-        pipeline_stage = PipelineStage(
+        pipeline_stage = _make_stage(
             _Called(stage, self._forward),
             processes.part,
             processes.parts,
