@@ -379,6 +379,13 @@ class HostSteps:
         finally:
             stream = None  # ends the loader's workers, whoever still holds a handle
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is in Lightning's counters. That there is one says that this loader resumes where it stood."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
+
     @property
     def _iterator(self) -> Any:
         """Through this attribute of a DataLoader Lightning ends persistent workers when a fit ends."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -404,8 +407,8 @@ class IPUStrategy(DDPStrategy):
         _check_loss(module, output if isinstance(output, torch.Tensor) else output["loss"], partition)
         return partition
 
-    def _stop(self, signal: int) -> None:
-        self.progress.stop_signal = signal
+    def _stop(self, number: int) -> None:
+        self.progress.stop_signal = number
 
     def _update_hooks(self, trainer: Trainer, name: str) -> list[Any]:
         """What is to be called for one per-update hook: the callbacks' and the module's, where they are overridden."""
@@ -807,7 +810,15 @@ class IPUStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing to add: the message that DDPStrategy would explain cannot come up."""
+        """Say which of the processes that Lightning's launcher started ended first: the others only see a connection that broke."""
+        for rank, process in enumerate(getattr(self._launcher, "procs", []), start=1):
+            try:
+                status = process.wait(timeout=3)
+            except subprocess.TimeoutExpired:
+                continue
+            if status:
+                how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+                print(f"process {rank} of {self._process_count} ended {how}, and with it the run", file=sys.stderr, flush=True)
 
     @classmethod
     @override

@@ -149,8 +149,8 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
 def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """Largest difference between two sets of tensors, relative to the largest value."""
     assert ours.keys() == theirs.keys()
-    largest = max(float(value.abs().max()) for value in theirs.values())
-    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours) / largest
+    largest = max(float(value.detach().abs().max()) for value in theirs.values())
+    return max(float((ours[name].detach().double() - theirs[name].detach().double()).abs().max()) for name in ours) / largest
 
 
 def equal_states(ours: nn.Module, theirs: nn.Module) -> bool:
