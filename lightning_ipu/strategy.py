@@ -195,8 +195,8 @@ class IPUStrategy(DDPStrategy):
     # ---- Environment: processes ---------------------------------------------------------------------------------------------
 
     @override
-    def _configure_launcher(self) -> None:
-        """Called when the Trainer is made: settle how many processes there are, torchrun's word before the Trainer's."""
+    def set_world_ranks(self) -> None:
+        """Called first when the Trainer is made: settle how many processes there are, torchrun's word before the Trainer's."""
         environment = self.cluster_environment
         if isinstance(environment, TorchElasticEnvironment):
             local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), environment.world_size()
@@ -205,6 +205,10 @@ class IPUStrategy(DDPStrategy):
             self.num_nodes = world // local
         elif isinstance(environment, SLURMEnvironment) and "SLURM_STEP_ID" not in os.environ:
             self.cluster_environment = LightningEnvironment()  # inside an allocation, but not started by srun: on its own
+        super().set_world_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
         self._launcher = None
         Placement(plan=self.plan, processes=self._process_count)  # before any is started
         if self._process_count > 1:
