@@ -451,6 +451,7 @@ _MISFIT = "Error(s) in loading state_dict"  # how torch begins when a checkpoint
 
 _CHATTER = (
     "does not have many workers",  # data sets here are whole in memory: workers would slow them down
+    "could not find the monitored key",  # a run that ended before its first validation
     "is smaller than the logging interval",  # every epoch logs its average
     "exists and is not empty",  # what was there has been moved aside
     "args parameter is intended to run from within Python",
