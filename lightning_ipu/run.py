@@ -471,7 +471,8 @@ def _keep_quiet(prog: str) -> None:
 
     for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         for handler in logging.getLogger(name).handlers:
-            handler.addFilter(wanted)
+            if type(handler) is logging.StreamHandler:  # Lightning's own, not one that somebody listens with
+                handler.addFilter(wanted)
     for words in _CHATTER:
         warnings.filterwarnings("ignore", message=f".*{re.escape(words)}")
 

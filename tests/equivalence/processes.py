@@ -70,6 +70,10 @@ class Spread(Net):
         self.log("one", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
+    def on_train_batch_end(self, *_):
+        states = [value for state in self.trainer.optimizers[0].state.values() for value in state.values() if torch.is_tensor(value)]
+        self.held = sum(tensor.untyped_storage().nbytes() for tensor in [*self.parameters(), *states] if tensor.numel() > 1)
+
     def validation_step(self, batch, batch_idx):
         x, y, index = batch
         logits = self(x)
@@ -150,6 +154,7 @@ def outcome(module: Spread, trainer: pl.Trainer) -> dict[str, Any]:
         "optimizer": trainer.strategy.optimizer_state(trainer.optimizers[0])["state"],
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "seen": module.seen,
+        "held": module.held,
     }
 
 
@@ -224,6 +229,7 @@ def main(folder: Path, processes: int) -> None:
         module, trainer = run(case, processes)
         result = outcome(module, trainer)
         result["everyone's metrics"] = trainer.strategy._processes.gathered(result["metrics"])
+        result["everyone's bytes"] = trainer.strategy._processes.gathered(module.held)
         result["rows"] = torch.cat([torch.as_tensor(rows) for rows in trainer.predict(module, loader(dataset(case, 21), 4))]).tolist()
         if case["name"] == "2 x 2":
             trainer.save_checkpoint(folder / "two-by-two.ckpt")
