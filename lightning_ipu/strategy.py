@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -52,6 +49,7 @@ from lightning_ipu.engine.distributed import (
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.half import SixteenBit
 from lightning_ipu.host_events import events_of, validation_interval
+from lightning_ipu.launcher import Launcher
 from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
@@ -213,7 +211,7 @@ class IPUStrategy(DDPStrategy):
         Placement(plan=self.plan, processes=self._process_count)  # before any is started
         if self._process_count > 1:
             _refuse_leftovers(self.cluster_environment)
-            super()._configure_launcher()
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     def _process_count(self) -> int:
@@ -814,15 +812,9 @@ class IPUStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Say which of the processes that Lightning's launcher started ended first: the others only see a connection that broke."""
-        for rank, process in enumerate(getattr(self._launcher, "procs", []), start=1):
-            try:
-                status = process.wait(timeout=3)
-            except subprocess.TimeoutExpired:
-                continue
-            if status:
-                how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-                print(f"process {rank} of {self._process_count} ended {how}, and with it the run", file=sys.stderr, flush=True)
+        """Say which of the processes that the launcher started ended first: the others only see a connection that broke."""
+        if self._launcher is not None:
+            self._launcher.name_the_dead()
 
     @classmethod
     @override
