@@ -74,6 +74,8 @@ def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> Ho
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0:
             events.in_run.append(("a checkpoint", callback._every_n_train_steps))
+        if every := getattr(callback, "every_n_updates", None):
+            events.in_run.append(("a checkpoint", every))
         if any(base.__name__ in _EVERY_UPDATE for base in type(callback).__mro__) and not isinstance(callback, StochasticWeightAveraging):
             events.in_run.append((type(callback).__name__, 1))
         if isinstance(callback, LearningRateMonitor) and callback.logging_interval != "epoch" and trainer.log_every_n_steps > 0:

@@ -76,7 +76,7 @@ class OutputDirectory:
         return aside
 
     def _written_names(self) -> list[str]:
-        kept = [path.name for pattern in ("config-*.yaml", "metrics-*.csv") for path in sorted(self.path.glob(pattern))]
+        kept = [path.name for path in sorted(self.path.glob("config-*.yaml"))]
         return [CONFIG, METRICS, CHECKPOINTS, *kept]
 
     def holds(self, path: str | Path) -> bool:
@@ -88,8 +88,7 @@ class MetricsFile(Logger):
     """Lightning logger that appends one row per weight update to ``metrics.csv``; columns appear as values do.
 
     Everything logged at one step (a training step, the validation after it, the epoch's averages) shares a row, so ``step``, the number of
-    weight updates, is strictly increasing. A row is written once its step is over, and at the end. Where the file already has rows, from a
-    run that is being continued, rows from the first new step on are replaced; the file as it was is kept as ``metrics-1.csv``, ....
+    weight updates, is strictly increasing. A row is written once its step is over, at every checkpoint and at the end.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -99,6 +98,7 @@ class MetricsFile(Logger):
         self._columns: list[str] = []
         self._row: dict[str, Any] = {}  # of the step that is not over
         self._last_step: int | None = None  # of the rows in the file
+        self._kept_until: int | None = None  # step from which on rows of an earlier start are cut off
 
     @property
     def path(self) -> Path:
@@ -131,7 +131,7 @@ class MetricsFile(Logger):
         if step is None:
             step = self._row.get("step", 0)
         if self._file is None:
-            self._open(first_step=step)
+            self._open()
         if self._row and step > self._row["step"]:
             self._write_row()
         if not self._row and self._last_step is not None and step <= self._last_step:
@@ -141,6 +141,14 @@ class MetricsFile(Logger):
         else:
             self._row.update(metrics, step=step)
 
+    def go_on_after(self, updates: int) -> None:
+        """The run goes on after so many weight updates: what the file says of later ones is cut off as soon as something is logged."""
+        self._kept_until = updates
+
+    def flush(self) -> None:
+        """Write the row that is open; more may still be added to it."""
+        self._write_row()
+
     @override
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -149,19 +157,11 @@ class MetricsFile(Logger):
             self._file.close()
             self._file = None
 
-    def _open(self, *, first_step: int) -> None:
+    def _open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            self._columns = ["step", "epoch"]
-            self._rewrite([])
-            return
-        self._columns, rows = self._read()
-        kept = [row for row in rows if int(row["step"]) < first_step]
-        if len(kept) < len(rows) or not self.path.read_bytes().endswith(b"\n"):
-            self.path.rename(free_name(self.path))
-            self._rewrite(kept)
-        else:
-            self._file = self.path.open("a", newline="")
+        self._columns, rows = self._read() if self.path.exists() else (["step", "epoch"], [])
+        kept = [row for row in rows if self._kept_until is None or int(row["step"]) < self._kept_until]
+        self._rewrite(kept)
         self._last_step = int(kept[-1]["step"]) if kept else None
 
     def _write_row(self) -> None:

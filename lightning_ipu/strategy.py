@@ -20,7 +20,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
-from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, StochasticWeightAveraging
+from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, OnExceptionCheckpoint, StochasticWeightAveraging
 from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
@@ -29,7 +29,7 @@ from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import GradClipAlgorithmType
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from pytorch_lightning.utilities.rank_zero import rank_zero_info
+from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
@@ -54,9 +54,10 @@ from lightning_ipu.partition import Partition, StageCost, balanced_splits, check
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
+from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.user_step import LogRecorder, SharedMetrics
+from lightning_ipu.user_step import LogRecorder, SharedMetrics, load_metric_states, metric_states
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
@@ -71,13 +72,15 @@ _TRANSFER, _STEP, _EVALUATION = (name_word(name) for name in ("transfer", "step"
 class TrainingProgress:
     """Where a fit stands; counters move while a host step runs, so that a display can follow them.
 
-    `samples_done` counts since the fit began, `updates_done` within the epoch. A signal handler that stores its signal's number in
+    `samples_done` counts since the fit began, `updates_done` within the epoch, `run_updates` in the run, those included that were skipped
+    because scaled gradients overflowed. A signal handler that stores its signal's number in
     `stop_signal` ends the host step after the weight update in flight.
     """
 
     updates_per_epoch: int | None = None
     samples_left_out: int = 0
     updates_done: int = 0
+    run_updates: int = 0
     samples_done: int = 0
     latest: dict[str, Any] = field(default_factory=dict)
     stop_signal: int | None = None
@@ -173,6 +176,9 @@ class IPUStrategy(DDPStrategy):
         self._user_settings: dict[str, Any] = {}
         self._processes: Processes | None = None
         self._stages: StageState | None = None
+        self._restored: dict[str, Any] | None = None  # what the checkpoint of a resumed fit says in this package's words
+        self._epoch: int | None = None  # that `progress.updates_done` counts in
+        self._between_steps = True  # whether what follows a host step is over: logs, validation
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
 
     @property
@@ -239,7 +245,8 @@ class IPUStrategy(DDPStrategy):
         self.seed = int(os.environ["PL_GLOBAL_SEED"]) if os.environ.get("PL_GLOBAL_SEED") else torch.initial_seed()
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_what_cannot_be_honoured(trainer)
-            self.progress = TrainingProgress()
+            self.progress = TrainingProgress(run_updates=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            self._restored, self._epoch, self._between_steps = None, None, True
         Strategy.setup_environment(self)
         if self._process_count > 1:
             self.setup_distributed()
@@ -338,6 +345,7 @@ class IPUStrategy(DDPStrategy):
             "on_micro_batch": self._count_micro_batch,
             "scaling": self._scaling,
             "update_weights": narrow and narrow.step,
+            "undoes": any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks),
         }
         clip = partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None
         if self._processes is None:
@@ -442,6 +450,76 @@ class IPUStrategy(DDPStrategy):
     # ---- Checkpoints, and the whole network where it is needed -----------------------------------------------------------------
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        updates_per_epoch = self.progress.updates_per_epoch
+        if updates_per_epoch is not None and "loops" in checkpoint:  # of a stream Lightning's own counters are all there is
+            position, module = self._position(), self.lightning_module
+            write_position(checkpoint["loops"]["fit_loop"], position, plan=self.plan, updates_per_epoch=updates_per_epoch)
+            checkpoint["epoch"] = position.epoch
+            checkpoint[KEY] = {
+                "numbers": numbers_of(self.plan, seed=self.seed, precision=str(module.trainer.precision)),
+                "position": vars(position),
+            }
+            if position.updates:
+                gathered = self._engine is not None and self._processes is not None
+                metrics = self._metrics.merged() if gathered else metric_states(module)
+                checkpoint[KEY] |= {"averages": self._recorder.state_dict(), "metrics": metrics}
+                batches = module.trainer.fit_loop.epoch_loop.batch_progress.current
+                unlogged = not self._between_steps and batches.completed < batches.processed
+                checkpoint[KEY] |= {"row": dict(self._row), "logged": self._logged_in_epoch, "unlogged": unlogged}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _position(self) -> Position:
+        """Where the run stands, whatever Lightning is doing at the moment."""
+        trainer, progress = self.lightning_module.trainer, self.progress
+        completed, updates = trainer.fit_loop.epoch_progress.current.completed, progress.updates_done
+        ended_within = 0 < updates < progress.updates_per_epoch and trainer.global_step == trainer.max_steps
+        if self._epoch is None or completed > self._epoch and not ended_within:
+            return Position(epoch=completed, updates=0, run_updates=progress.run_updates)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        due = not self._between_steps and epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not self._has_validated
+        return Position(epoch=self._epoch, updates=updates, run_updates=progress.run_updates, validation_due=due)
+
+    @property
+    def _has_validated(self) -> bool:
+        """Whether the validation after the last weight update is over."""
+        batches = self.lightning_module.trainer.fit_loop.epoch_loop.val_loop.batch_progress
+        over = batches.is_last_batch and batches.current.ready == batches.current.completed
+        return over and self._validated_after == self.progress.run_updates
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._restored = checkpoint.get(KEY)
+        return checkpoint
+
+    def _resume(self) -> None:
+        """Go on where the checkpoint stands; called when training starts."""
+        trainer, saved, module = self.lightning_module.trainer, self._restored, self.lightning_module
+        remark = check_numbers(saved["numbers"], self.plan, seed=self.seed, precision=str(trainer.precision))
+        if remark:
+            rank_zero_warn(remark)
+        position, length = Position(**saved["position"]), self.progress.updates_per_epoch
+        if length is not None and position.updates > length:
+            raise PlanError(
+                f"the run to be resumed stands after weight update {position.updates} of its epoch, which now has {length}:"
+                " give as many training samples as it had"
+            )
+        enter_position(trainer, position)
+        self._epoch, self.progress.updates_done, self.progress.run_updates = position.epoch, position.updates, position.run_updates
+        if position.updates:
+            self._recorder.load_state_dict(saved["averages"])
+            trainer._logger_connector._first_loop_iter = False  # else what was just told is forgotten with the epoch's first step
+            self._row, self._logged_in_epoch = dict(saved["row"]), saved["logged"]
+            if self._processes is None or self._processes.rank == self._processes.parts - 1:  # the first that runs whole steps
+                load_metric_states(module, saved["metrics"])
+            every = trainer.log_every_n_steps
+            if saved["unlogged"] and self._row and every and position.run_updates % every == 0:
+                row = {**_as_tensors(self._row), "epoch": torch.tensor(position.epoch)}
+                trainer._logger_connector.log_metrics(row, step=position.run_updates - 1)
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state = super().lightning_module_state_dict()
         if self._stages is None or self._stages.is_whole:
@@ -468,6 +546,7 @@ class IPUStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._validated_after = self.progress.run_updates
         if self._stages is not None and not self._evaluates_in_pipeline:
             self._stages.fetch()
 
@@ -559,12 +638,13 @@ class IPUStrategy(DDPStrategy):
             self._events = events_of(trainer, self.plan, self.progress.updates_per_epoch)
             self._announce()
         self._own_validation_interval(trainer)
-        self._recorder.begin_epoch()
+        if first == 0 or self._restored is None:
+            self._recorder.begin_epoch()
+            self._row: dict[str, float] = {}
+            self._logged_in_epoch = False
         if self._processes is not None:
             self._metrics.begin()
-        self.progress.updates_done = first // self.plan.micro_batches_per_update
-        self._row: dict[str, float] = {}
-        self._logged_in_epoch = False
+        self._epoch, self.progress.updates_done = trainer.current_epoch, first // self.plan.micro_batches_per_update
         return trainer.current_epoch, first
 
     def _own_validation_interval(self, trainer: Trainer) -> None:
@@ -583,6 +663,9 @@ class IPUStrategy(DDPStrategy):
                 " IPUStrategy needs exactly one: join the data sets, e.g. with torch.utils.data.StackDataset or ConcatDataset"
             )
         self._own_validation_interval(trainer)
+        if self._restored is not None:
+            self._resume()
+            return
         position = trainer.fit_loop.epoch_loop.batch_progress
         if self.progress.updates_per_epoch is None and position.is_last_batch:
             # Resumed at the end of a stream's epoch. Not knowing its length, Lightning would go on counting in the old one, and the host
@@ -603,6 +686,7 @@ class IPUStrategy(DDPStrategy):
     def _begin_host_step(self) -> int:
         """Called when Lightning draws a host step: its weight updates, counted at once in Lightning's numbers of micro-batches."""
         trainer = self.lightning_module.trainer
+        self._between_steps = True
         updates = self._events.updates_until_due(run_update=trainer.global_step, epoch_update=self.progress.updates_done)
         self._count_host_step(updates)
         return updates
@@ -676,6 +760,7 @@ class IPUStrategy(DDPStrategy):
                         handle.take, update=run_update + done, first_micro_batch=(first_update + done) * per_update
                     )
                     progress.updates_done += 1
+                    progress.run_updates += 1
                     handle.done = done + 1
                     if made:
                         steps.increment_ready()
@@ -688,12 +773,14 @@ class IPUStrategy(DDPStrategy):
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
             self._move_batch_progress((progress.updates_done - first_update - handle.weight_updates) * per_update + 1)
             epoch_loop.batch_progress.is_last_batch = False
+            engine.undo()
             raise
         done += 1
         for counts in (steps.total, steps.current):  # Lightning itself counts one
             counts.ready -= 1
             counts.completed -= 1
         self._settle(trainer, epoch_loop, handle, done)
+        self._between_steps = False
         closure._result = ClosureResult(closure_loss=loss, extra=extra)
         return loss
 

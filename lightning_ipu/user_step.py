@@ -61,6 +61,8 @@ class _Average:
 # hook, name, value, options, weight, weight update in the host step, micro-batch in the epoch
 _Record = tuple[str | None, str, Any, dict[str, Any], float | None, int, int]
 Gather = Callable[[Any], list[Any]]
+# hook, name, options, sums of an average, path of a metric
+_Saved = tuple[str, str, dict[str, Any], dict[str, float] | None, str | None]
 
 
 class _Forwarded(NamedTuple):
@@ -93,12 +95,41 @@ class LogRecorder:
         self._sums: dict[tuple[str, str], _Average] = {}
         self._options: dict[tuple[str, str], dict[str, Any]] = {}
         self._results: dict[tuple[str, str], Any] = {}
+        self._metrics: dict[tuple[str, str], Metric] = {}
 
     def begin_epoch(self) -> None:
         """Forget the averages of the last epoch."""
         self._sums.clear()
         self._options.clear()
         self._results.clear()
+        self._metrics.clear()
+
+    def state_dict(self) -> list[_Saved]:
+        """What has been logged in the part of the epoch that is done, in plain types; options that are none are left out."""
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        state = []
+        for (hook, name), options in self._options.items():
+            options = {**options, "reduce_fx": _kind(options.get("reduce_fx", "mean"))}
+            if all(isinstance(value, (str, bool, int, float, type(None))) for value in options.values()):
+                sums, metric = self._sums.get((hook, name)), self._metrics.get((hook, name))
+                state.append((hook, name, options, vars(sums).copy() if sums else None, paths.get(id(metric)) if metric else None))
+        return state
+
+    def load_state_dict(self, state: list[_Saved]) -> None:
+        """Go on from `state_dict`, and tell Lightning of it: the epoch may end with nothing more being logged."""
+        fx_before = self.module._current_fx_name
+        try:
+            for hook, name, options, sums, metric in state:
+                self.module._current_fx_name, kind = hook, options["reduce_fx"]
+                options = {key: value for key, value in options.items() if key != "reduce_fx" or value != "mean"}
+                if metric is not None:
+                    LightningModule.log(self.module, name, self.module.get_submodule(metric), **options)
+                elif sums is not None:
+                    self._sums[hook, name] = total = _Average()
+                    vars(total).update(sums)
+                    self._put(hook, name, options, torch.tensor(total.reduced(kind), dtype=torch.float64), kind)
+        finally:
+            self.module._current_fx_name = fx_before
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -191,6 +222,7 @@ class LogRecorder:
     def _tell(self, hook: str, name: str, records: list[tuple[Any, float | None, int]], rows: list[dict[str, float]]) -> None:
         options = self._options[hook, name]
         if isinstance(records[-1][0], _Forwarded):
+            self._metrics[hook, name] = records[-1][0].metric
             LightningModule.log(self.module, name, records[-1][0].metric, **options)
             meta = self._result_of(hook, name, options).meta
             for value, _, update in records:
@@ -210,11 +242,17 @@ class LogRecorder:
             total.add(value, weight)
             per_update.setdefault(update, _Average()).add(value, weight)
 
-        reduce_fx = options.get("reduce_fx", "mean")
-        kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
-        kind = kind if kind in ("sum", "min", "max") else "mean"
+        kind = _kind(options.get("reduce_fx", "mean"))
         steps = {update: average.reduced(kind) for update, average in per_update.items()}
         last = torch.tensor(steps[records[-1][2]], dtype=torch.float64)
+        result = self._put(hook, name, options, last, kind)
+        if result.meta.on_step and result.meta.logger:
+            for update, step in steps.items():
+                rows[update][result.meta.forked_name(on_step=True)] = step
+
+    def _put(self, hook: str, name: str, options: dict[str, Any], last: torch.Tensor, kind: str) -> Any:
+        """Make the last value of a name and its sums over the epoch known to Lightning; returns where Lightning keeps them."""
+        total = self._sums[hook, name]
         result = self._results.get((hook, name))
         if result is None:
             LightningModule.log(self.module, name, last, batch_size=1, **options)
@@ -228,15 +266,19 @@ class LogRecorder:
                 result.cumulated_batch_size = torch.tensor(total.weight, dtype=torch.float64)
             else:
                 result.value = torch.tensor(total.reduced(kind), dtype=torch.float64)
-        if result.meta.on_step and result.meta.logger:
-            for update, step in steps.items():
-                rows[update][result.meta.forked_name(on_step=True)] = step
+        return result
 
     def _result_of(self, hook: str, name: str, options: dict[str, Any]) -> Any:
         """Where Lightning keeps what was logged under a name."""
         results = self.module.trainer._results
         suffix = f".{results.dataloader_idx}" if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None else ""
         return results[f"{hook}.{name}{suffix}"]
+
+
+def _kind(reduce_fx: Any) -> str:
+    """How Lightning's `reduce_fx` reduces: sum, min, max or mean."""
+    kind = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    return kind if kind in ("sum", "min", "max") else "mean"
 
 
 def _floats(name: str, values: list[Any]) -> list[float]:
@@ -269,7 +311,7 @@ class SharedMetrics:
 
     def __init__(self, module: LightningModule, gather: Gather) -> None:
         self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
-        self._gather = gather
+        self._module, self._gather = module, gather
         for metric in self._metrics.values():
             metric.distributed_available_fn = _alone
         self.begin()
@@ -280,27 +322,50 @@ class SharedMetrics:
 
     def share(self) -> None:
         """Merge what has been updated since `begin`, process by process."""
-        states = {
-            path: (metric._update_count, apply_to_collection(metric.metric_state, torch.Tensor, torch.Tensor.cpu))
-            for path, metric in self._metrics.items()
-            if metric._update_count > self._counts[path]
-        }
+        load_metric_states(self._module, self.merged())
+        self.begin()
+
+    def merged(self) -> MetricStates:
+        """The states of all processes that have updated theirs since `begin`, in the order of processes, as one."""
+        states = {path: state for path, state in metric_states(self._module).items() if state[0] > self._counts[path]}
         if not self._metrics:
-            return
+            return {}
         everyone = self._gather(states)
+        merged: MetricStates = {}
         for path, metric in self._metrics.items():
             theirs = [states[path] for states in everyone if path in states]
             if not theirs:
                 continue
+            whole: dict[str, Any] = {}
             for name, reduction in metric._reductions.items():
                 values = [state[name] for _, state in theirs]
                 if isinstance(metric._defaults[name], list):
-                    merged = [item for value in values for item in (value if isinstance(value, list) else [value])]
+                    whole[name] = [item for value in values for item in (value if isinstance(value, list) else [value])]
                 else:
-                    merged = reduction(torch.stack(values)) if reduction is not None else torch.stack(values)
-                setattr(metric, name, apply_to_collection(merged, torch.Tensor, torch.Tensor.to, metric.device))
-            metric._update_count, metric._computed = sum(count for count, _ in theirs), None
-        self.begin()
+                    whole[name] = reduction(torch.stack(values)) if reduction is not None else torch.stack(values)
+            merged[path] = sum(count for count, _ in theirs), whole
+        return merged
+
+
+MetricStates = dict[str, tuple[int, dict[str, Any]]]
+
+
+def metric_states(module: LightningModule) -> MetricStates:
+    """The metrics of a module that have been updated since their last reset: how often, and their states, on the host."""
+    return {
+        path: (metric._update_count, apply_to_collection(metric.metric_state, torch.Tensor, lambda state: state.detach().cpu().clone()))
+        for path, metric in module.named_modules()
+        if isinstance(metric, Metric) and metric._update_count
+    }
+
+
+def load_metric_states(module: LightningModule, states: MetricStates) -> None:
+    """Put such states in the place of what the metrics hold."""
+    for path, (count, state) in states.items():
+        metric = module.get_submodule(path)
+        for name, value in state.items():
+            setattr(metric, name, apply_to_collection(value, torch.Tensor, torch.Tensor.to, metric.device))
+        metric._update_count, metric._computed = count, None
 
 
 def _alone() -> bool:

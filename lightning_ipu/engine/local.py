@@ -27,6 +27,7 @@ class ReplicaBuffers:
     def __init__(self, module: nn.Module) -> None:
         # By place, not by tensor: a forward may put a new tensor in a buffer's place.
         self._places = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        self._floats, self._others, self._common = [], [], ([], [])
 
     def begin_update(self) -> None:
         held = [(owner, name) for owner, name in self._places if owner._buffers[name] is not None]
@@ -76,6 +77,7 @@ class LocalEngine:
         on_micro_batch: told of each finished micro-batch.
         scaling: scales the loss and decides whether an update is made; None without loss scaling.
         update_weights: makes update number k in place of the optimizer's own `step`; None where that does.
+        undoes: keep what `undo` needs.
     """
 
     def __init__(
@@ -94,12 +96,13 @@ class LocalEngine:
         on_micro_batch: Callable[[], None],
         scaling: LossScaling | None = None,
         update_weights: Callable[[int], None] | None = None,
+        undoes: bool = False,
     ) -> None:
         self._plan, self._optimizer, self._step, self._context = plan, optimizer, step, context
         self._randomness, self._hooks, self._on_micro_batch = randomness, hooks, on_micro_batch
         self._zero_grad, self._backward, self._clip = zero_grad or optimizer.zero_grad, backward, clip
         self._scaling, self._update_weights = scaling, update_weights
-        self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 or scaling is not None else None
+        self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 or scaling is not None or undoes else None
         self._replicas = range(plan.replication_factor)  # those that run here
 
     def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
@@ -152,6 +155,11 @@ class LocalEngine:
         else:
             self._update_weights(update)
         return loss, extra, True
+
+    def undo(self) -> None:
+        """Set BatchNorm's statistics back to where the weight update in flight began, after an error within it."""
+        if self._buffers:
+            self._buffers.begin_replica()
 
     def _run_replica(self, take: Callable[[], Any], update: int, replica: int, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
         """Add up the gradients of a replica's micro-batches, of which the first has this number in the epoch."""
