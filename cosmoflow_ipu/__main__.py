@@ -122,6 +122,7 @@ OPTIONS = (
     Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
     Option(name="--data-benchmark", group=_RUN, type=bool, help="do not train: read the training set as fast as it goes, 3 epochs, and say how fast"),
     Option(name="--print-fom", group=_RUN, type=bool, help="end with the figure of merit, the validation's mean absolute error, as a line of its own"),
+    *cli.CHECKPOINT_OPTIONS,
     #
     Option(name="--use-estimator", group="", refused="TensorFlow's Estimator does not exist here; there is one way to train, with the same numbers"),
     Option(name="--distributed", group="", refused="processes come from torchrun's environment (the original ignored this option)"),
@@ -306,7 +307,8 @@ def _benchmark_data(arguments: list[str]) -> int:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
     parser.add_class_arguments(CosmoFlowDataModule, "data")
-    for key in ("model", "trainer", "checkpoint", "machine", "seed_everything", "precision", "ckpt_path"):
+    others = ["model", "trainer", "checkpoint", "machine", "seed_everything", "precision", "half_type", "ckpt_path"]
+    for key in [*others, "resume", "checkpoint_every", "keep_last", "short_options"]:
         parser.add_argument(f"--{key}", type=Any)  # of a configuration; only the data matter here
     try:
         data = parser.instantiate(parser.parse_args([word for word in arguments if word.startswith(("--config=", "--data."))])).data

@@ -192,8 +192,8 @@ class CosmoFlowModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         predictions, targets = self._predict(batch)
         loss = F.mse_loss(predictions, targets)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(targets))
-        self.log("train_mae", (predictions.detach() - targets).abs().mean(), prog_bar=True, batch_size=len(targets))
+        for name, value in (("train_loss", loss), ("train_mae", (predictions.detach() - targets).abs().mean())):
+            self.log(name, value, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(targets))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

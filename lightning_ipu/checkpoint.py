@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,19 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def link(source: Path, name: Path) -> None:
+    """Let ``name`` stand for the same file as ``source``, at once; a copy of it where the file system has no links."""
+    draft = name.with_name(f".{name.name}.link.part")
+    draft.unlink(missing_ok=True)
+    try:
+        os.link(source, draft)
+    except OSError:
+        with atomic_write(name) as file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file)
+    else:
+        os.replace(draft, name)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 __all__ = [
+    "CHECKPOINT_OPTIONS",
     "SUBCOMMANDS",
     "Option",
     "UsageError",
@@ -26,6 +27,7 @@ __all__ = [
     "main",
     "names",
     "numbers",
+    "output_directory",
     "parse",
     "positive",
     "settings_of",
@@ -131,6 +133,36 @@ def names(text: str) -> list[str]:
     return found
 
 
+# -- options that every command has --------------------------------------------------------------------------------------------
+
+CHECKPOINT_OPTIONS = (
+    Option(
+        name="--resume",
+        group="checkpoints",
+        key="resume",
+        type=bool,
+        help="go on with the run in the output directory, with the options it was started with; where there is none yet, begin it",
+    ),
+    Option(
+        name="--checkpoint-every",
+        group="checkpoints",
+        key="checkpoint_every",
+        type=positive(),
+        shown="one per epoch",
+        help="save after every N weight updates as well",
+    ),
+    Option(
+        name="--keep-last",
+        group="checkpoints",
+        key="keep_last",
+        type=positive(),
+        default=1,
+        help="keep the latest N of them, beside the best",
+    ),
+)
+_OF_ONE_START = ("resume", "output_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
+
+
 # -- parsing ------------------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +259,40 @@ def lightning_arguments(settings: Mapping[str, Any]) -> list[str]:
     return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
 
 
+def output_directory(given: Mapping[str, Any]) -> str:
+    """Where the short options put what the run writes."""
+    directory = given.get("output_dir") or given.get("log_dir") or "results"
+    return f"{directory}/{given['log_dir_string']}" if "log_dir_string" in given else directory
+
+
+def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dict[str, Any]:
+    """The short options that the run in the output directory was started with, under those that are given now."""
+    import yaml
+
+    directory = output_directory(given)
+    try:
+        with open(f"{directory}/config.yaml") as file:
+            config = yaml.load(file, yaml.CSafeLoader)
+    except FileNotFoundError:
+        return given  # the run begins
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--resume: {directory}/config.yaml cannot be read ({' '.join(str(error).split())})") from None
+    before = config.get("short_options") if isinstance(config, dict) else None
+    if before is None:
+        raise UsageError(
+            f"--resume: the run in {directory} was started by fit; resume it with"
+            f" python -m {prog} fit --config {directory}/config.yaml --resume true"
+        )
+    for option in options:
+        if option.dest in given and option.excludes:
+            before.pop(option.excludes.lstrip("-").replace("-", "_"), None)
+        if option.excludes and option.excludes.lstrip("-").replace("-", "_") in given:
+            before.pop(option.dest, None)
+        if option.dest in before and option.dest in given and before[option.dest] != given[option.dest]:
+            print(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}", file=sys.stderr)
+    return {**before, **given}
+
+
 def main(
     arguments: Sequence[str],
     *,
@@ -248,7 +314,10 @@ def main(
     else:
         try:
             given = parse(arguments, parser=parser, options=options)
-            lightning, form = ["fit", *settle(given)], {"short": True, "given": given}
+            if "resume" in given:
+                given = _resumed(given, options, parser.prog)
+            kept = {name: value for name, value in given.items() if name not in _OF_ONE_START}
+            lightning, form = ["fit", *settle(given), *lightning_arguments({"short_options": kept})], {"short": True, "given": given}
         except UsageError as error:
             print(f"{parser.prog}: error: {error}", file=sys.stderr)
             return 2

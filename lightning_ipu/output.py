@@ -46,13 +46,17 @@ class OutputDirectory:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._lock.seek(0)
-                holder = self._lock.read().strip() or "unknown"
+                holder = self._lock.read().strip()
                 self._lock.close()
                 raise OutputDirectoryError(
-                    f"the output directory {self.path} is in use by process {holder}; choose another one or wait until it has ended"
+                    f"the output directory {self.path} is in use by {f'process {holder}' if holder else 'another process'};"
+                    " choose another one or wait until it has ended"
                 ) from None
             except OSError:  # a file system without locks: the run is worth more than its protection
                 pass
+
+    def begin(self) -> None:
+        """Say whose the directory is, now that something is written to it."""
         self._lock.truncate(0)
         self._lock.write(f"{os.getpid()}\n")
         self._lock.flush()

@@ -99,3 +99,8 @@ def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int, precision: st
             " BatchNorm's running statistics and dropout are not"
         )
     return None
+
+
+def weight_updates_in(checkpoint: dict[str, Any]) -> int:
+    """Weight updates that the run of a checkpoint has done, counted as loggers do: with those that an overflow skipped."""
+    return checkpoint[KEY]["position"]["run_updates"] if KEY in checkpoint else checkpoint["global_step"]

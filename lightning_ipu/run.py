@@ -9,21 +9,19 @@ import dis
 import logging
 import os
 import re
-import signal
 import sys
 import textwrap
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 from jsonargparse import ArgumentError
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from jsonargparse.typing import PositiveInt
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -32,15 +30,18 @@ from typing_extensions import override
 from lightning_ipu import machine
 from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines
+from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically
 from lightning_ipu.plan import PlanError
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
+from lightning_ipu.resume import weight_updates_in
 from lightning_ipu.strategy import IPUStrategy
 
 __all__ = ["Command", "run_command"]
 
 VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
-SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys
+OF_A_REPLAY = ("--config", "--resume", "--ckpt_path", "--trainer.default_root_dir")
+MOVABLE = ("data.data_dir", "data.num_workers")  # settings that a run may go on with others of, unremarked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,8 @@ class CommandLine(LightningCLI):
         self.then_validate, self.then_test = validate, test
         self.output: OutputDirectory | None = None
         self.display: RunDisplay | None = None
+        self.resumed: dict[str, Any] | None = None  # the checkpoint that a fit goes on from
+        self.checkpoints: RunCheckpoints | None = None
         try:
             super().__init__(
                 command.model_class,
@@ -132,16 +135,30 @@ class CommandLine(LightningCLI):
             default="bf16",
             help="the 16-bit type of precision 16.16 and 16.32; fp16 is for GPUs",
         )
+        parser.add_argument(
+            "--resume", type=bool, default=False, help="go on with the run in default_root_dir; begin it where there is none yet"
+        )
+        parser.add_argument(
+            "--checkpoint_every", type=PositiveInt | None, default=None, help="weight updates between checkpoints; null: one per epoch"
+        )
+        parser.add_argument("--keep_last", type=PositiveInt, default=1, help="latest checkpoints that are kept")
+        parser.add_argument(
+            "--short_options",
+            type=dict | None,
+            default=None,
+            help="short options that this configuration was made from; --resume reads them",
+        )
         parser.add_function_arguments(set_up_machine, "machine")
         for attribute, argument in self.command.links:
             parser.link_arguments(f"data.{attribute}", f"model.{argument}", apply_on="instantiate")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
         parser.set_defaults(
             {
                 "checkpoint.monitor": VAL_ACCURACY,
                 "checkpoint.mode": "max",
                 "checkpoint.filename": "best-update{step}",
                 "checkpoint.auto_insert_metric_name": False,
+                "checkpoint.enable_version_counter": False,  # a resumed run writes the same file again
             }
         )
 
@@ -149,12 +166,44 @@ class CommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, with the settings that a given checkpoint was trained with as defaults: what is typed or configured goes before."""
         super().parse_arguments(parser, args)
-        path = self.config[self.config.subcommand].get("ckpt_path")
-        if path and Path(path).is_file():
-            self._subcommand_parsers[self.config.subcommand].set_defaults(
-                self._settings_in(torch.load(path, map_location="cpu", mmap=True))
-            )
+        config = self.config[self.config.subcommand]
+        path = config.get("ckpt_path")
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun starts the same command line again
+        self.goes_on = self.config.subcommand == "fit" and (bool(path) or config.resume or restarted)
+        if path == "last" or self.goes_on and not path:
+            checkpoints = Path(config.trainer.default_root_dir) / CHECKPOINTS
+            path = latest_checkpoint(checkpoints)
+            if path is None:
+                if self.config.subcommand != "fit":
+                    raise MisconfigurationException(f"ckpt_path=last: there is no checkpoint in {checkpoints}")
+                self.signals.say(f"There is nothing to resume in {checkpoints.parent}: the run begins.")
+        checkpoint = torch.load(path, map_location="cpu", mmap=True) if path and Path(path).is_file() else None
+        if checkpoint is not None:
+            self._subcommand_parsers[self.config.subcommand].set_defaults(self._settings_in(checkpoint))
             super().parse_arguments(parser, args)
+        self.ckpt_path = None if path is None else str(path)
+        if self.config.subcommand == "fit" and checkpoint is not None:
+            self.resumed = checkpoint
+            self._compare_settings(checkpoint)
+        config = self.config[self.config.subcommand]
+        config.ckpt_path, config.resume = None, False  # of this start, not of the run
+        changing = [word for word in args if word.startswith("--") and not word.startswith(OF_A_REPLAY)]
+        if changing and not self.then_validate:
+            config.short_options = None  # they were another run's
+
+    def _compare_settings(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse to go on with another model, and say which settings of the data are others."""
+        config = self.config["fit"]
+        for name, before in self._settings_in(checkpoint).items():
+            section, _, key = name.partition(".")
+            now = config.get(name)
+            if now == before or name in MOVABLE or section not in ("model", "data"):
+                continue
+            if section == "model":
+                raise MisconfigurationException(
+                    f"{name} is {now}, but the run to be resumed has {before}: give {before}, or begin a new run without resuming"
+                )
+            warnings.warn(f"the run goes on with {name} {now}; so far it was {before}", stacklevel=2)
 
     def _settings_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         linked = {argument for _, argument in self.command.links} | {"_instantiator"}
@@ -198,6 +247,8 @@ class CommandLine(LightningCLI):
             if unbounded:
                 config.trainer.max_epochs, reason = self.command.epochs(self.datamodule)
                 kwargs["max_epochs"] = config.trainer.max_epochs
+            if self.resumed is not None:
+                facts.append(("resumed", f"after weight update {self.resumed['global_step']:,}, from {self.ckpt_path}"))
             if (epochs := config.trainer.max_epochs) is not None and epochs > 0:
                 facts.append(("epochs", f"{epochs:,}{f', {reason}' if reason else ''}"))
         kwargs |= {"accelerator": self.accelerator, "precision": self.precision}
@@ -225,7 +276,11 @@ class CommandLine(LightningCLI):
                 kwargs["logger"] = MetricsFile(directory) if rank_zero_only.rank == 0 else False
             kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
             kept["half_type"] = config.half_type
-            callbacks.append(LastCheckpoint(directory / CHECKPOINTS / "last.ckpt", signals=self.signals, settings=kept))
+            fit = self.config_init[self.subcommand]
+            self.checkpoints = RunCheckpoints(
+                directory / CHECKPOINTS, every=fit.checkpoint_every, keep=fit.keep_last, signals=self.signals, settings=kept
+            )
+            callbacks.append(self.checkpoints)
         elif settings.logger in (None, True):
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
@@ -241,8 +296,12 @@ class CommandLine(LightningCLI):
         An earlier run in it is moved aside, unless it is the one that is continued: then only a different configuration is.
         """
         assert self.output is not None
-        resumed = self.config[self.subcommand].ckpt_path
-        if not (resumed and (resumed in ("last", "hpc") or self.output.holds(resumed))):
+        self.output.begin()
+        if self.goes_on and (self.resumed is None or self.output.holds(self.ckpt_path)):
+            for logger in self.trainer.loggers:
+                if isinstance(logger, MetricsFile):
+                    logger.go_on_after(0 if self.resumed is None else weight_updates_in(self.resumed))
+        else:
             if aside := self.output.set_aside_earlier_run():
                 self.signals.say(f"An earlier run was in {self.output.path}: it is in {aside} now.")
         path = self.output.path / CONFIG
@@ -269,7 +328,15 @@ class CommandLine(LightningCLI):
 
     # -- what follows
 
+    def fit(self, **arguments: Any) -> None:
+        """Lightning's ``fit``, from the checkpoint that `parse_arguments` has found."""
+        self.trainer.fit(**{**arguments, "ckpt_path": self.ckpt_path})
+
     def after_fit(self) -> None:
+        if self.resumed is not None and self.checkpoints is not None and not self.checkpoints.trained:
+            updates, epochs = self.trainer.global_step, self.trainer.current_epoch
+            self._close([f"already complete: {updates:,} weight updates, {epochs:,} epochs in {self.ckpt_path}; nothing was changed"])
+            return
         final = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         validated = self.display is not None and self.display.validated_at == self.trainer.global_step
         if not self.trainer.strategy.broadcast(validated):
@@ -289,20 +356,20 @@ class CommandLine(LightningCLI):
 
     def validate(self, **arguments: Any) -> None:
         """Lightning's ``validate`` with this command's closing lines in place of its table."""
-        self._warn_of_random_weights(arguments)
-        scores = self.trainer.validate(**{**arguments, "verbose": False})[0]
+        self._warn_of_random_weights()
+        scores = self.trainer.validate(**{**arguments, "ckpt_path": self.ckpt_path, "verbose": False})[0]
         self._close_evaluation(closing_lines(accuracy=scores.get(VAL_ACCURACY), loss=scores.get(VAL_LOSS)))
 
     def test(self, **arguments: Any) -> None:
         """Lightning's ``test`` with this command's closing lines in place of its table."""
-        self._warn_of_random_weights(arguments)
-        scores = self.trainer.test(**{**arguments, "verbose": False})[0]
+        self._warn_of_random_weights()
+        scores = self.trainer.test(**{**arguments, "ckpt_path": self.ckpt_path, "verbose": False})[0]
         self._close_evaluation(closing_lines(accuracy=scores.get("test_accuracy"), loss=scores.get("test_loss")))
 
     def predict(self, **arguments: Any) -> None:
         """Lightning's ``predict``; what it returns is saved in ``predictions.pt``, in the order of the data, an earlier file aside."""
-        self._warn_of_random_weights(arguments)
-        batches = self.trainer.predict(**{**arguments, "return_predictions": True})
+        self._warn_of_random_weights()
+        batches = self.trainer.predict(**{**arguments, "ckpt_path": self.ckpt_path, "return_predictions": True})
         tensors = bool(batches) and all(isinstance(batch, torch.Tensor) for batch in batches)
         predictions = torch.cat(batches) if tensors else batches
         path = Path(self.trainer.default_root_dir) / "predictions.pt"
@@ -314,8 +381,8 @@ class CommandLine(LightningCLI):
         shape = " x ".join(map(str, predictions.shape)) if tensors else f"{len(batches)} batches"
         self._close_evaluation([f"predictions: {path} ({shape})"])
 
-    def _warn_of_random_weights(self, arguments: dict[str, Any]) -> None:
-        if not arguments.get("ckpt_path"):
+    def _warn_of_random_weights(self) -> None:
+        if self.ckpt_path is None:
             warnings.warn(f"{self.subcommand} without --ckpt_path: the weights are RANDOM, not trained", stacklevel=2)
 
     def _close_evaluation(self, lines: list[str]) -> None:
@@ -356,93 +423,6 @@ def set_up_machine(threads: int | None = None, keep_freed_memory: bool = True) -
     if keep_freed_memory:
         machine.keep_freed_memory()
     return machine.set_threads(threads)
-
-
-# -- ways to end --------------------------------------------------------------------------------------------------------------
-
-
-class SignalHandler:
-    """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once."""
-
-    def __init__(self) -> None:
-        self.display: RunDisplay | None = None
-        self.trainer: pl.Trainer | None = None  # while it trains
-        self.received: int | None = None
-
-    def install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._handle)
-            signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.trainer is None or self.received is not None:
-            raise SystemExit(128 + signum)
-        self.received = signum
-        self.trainer.strategy.progress.stop_signal = signum
-        # Written by a thread: this handler may have interrupted a write to the same stream.
-        work = "validation" if self.trainer.validating else "current weight update"
-        again = "Ctrl-C again" if signum == signal.SIGINT else "the signal again"
-        text = f"finishing the {work}, then saving ({again} ends at once)"
-        threading.Thread(target=self.say, args=(text,)).start()
-
-    def say(self, text: str) -> None:
-        if self.display is not None:
-            self.display.line(text)
-        else:
-            print(text, flush=True)
-
-
-class LastCheckpoint(Callback):
-    """Keeps ``last.ckpt``, the latest weights: at each epoch's end, where the training ends, and when a signal ends it.
-
-    Lightning's own ``save_last`` renews its file only when another checkpoint was saved, which the best one often is not. Every checkpoint
-    gets the ``settings`` that an evaluation needs beside the module's own.
-    """
-
-    def __init__(self, path: Path, *, signals: SignalHandler, settings: dict[str, Any]) -> None:
-        self.path, self.signals, self.settings = path, signals, settings
-        self._saved_at: int | None = None
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.signals.trainer = trainer
-        self.signals.install()  # in place of Lightning's own for SIGTERM, which ends with status 0
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._end_if_asked(trainer)
-
-    @override
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_if_asked(trainer)  # asked during the validation: a checkpoint from within it would resume without it
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save(trainer)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._saved_at != trainer.global_step:
-            self._save(trainer)
-        self._end_if_asked(trainer)
-        self.signals.trainer = None
-
-    @override
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[SETTINGS] = self.settings
-
-    def _save(self, trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(self.path)
-        self._saved_at = trainer.global_step
-
-    def _end_if_asked(self, trainer: pl.Trainer) -> None:
-        if self.signals.received is None or trainer is not self.signals.trainer:
-            return
-        if self._saved_at != trainer.global_step:
-            self._save(trainer)
-        self.signals.trainer = None
-        self.signals.say(f"stopped after {trainer.global_step:,} weight updates; the state is saved in {self.path}")
-        raise SystemExit(128 + self.signals.received)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------------------

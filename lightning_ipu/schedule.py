@@ -14,8 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pytorch_lightning.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 WARMUP_MODES = ("shift", "mask")
 
@@ -209,4 +211,63 @@ def build_schedule(
             # May be more than the run: of 5 epochs' warm-up a run of 1 sees a fifth.
             options[f"{name}_fraction"] = _updates(epochs, updates_per_epoch) / total if epochs else 0.0
     factor = SCHEDULES[kind]
-    return LambdaLR(optimizer, lambda k: factor(k, total, updates_per_epoch=updates_per_epoch, **options))
+    by_length = kind != "const" and "decay_rate" not in options or bool(rises)
+
+    def rate(k: float, length: int | float) -> float:
+        return factor(k, length, updates_per_epoch=updates_per_epoch, **options)
+
+    return RunSchedule(optimizer, rate, total=total, by_length=by_length)
+
+
+class RunSchedule(LambdaLR):
+    """A schedule that spans a run, and goes on without a jump where the run is resumed with another length.
+
+    What was still to come of the schedule is then stretched, or compressed, over what is now to come of the run: the learning rate goes on
+    from the value it had, and reaches the schedule's end with the run's. Of a schedule that was over nothing was to come: its last
+    value holds.
+
+    Args:
+        optimizer: the learning rates it has now are the base rates.
+        factor: what they are multiplied by, of the weight update and the length of the run.
+        total: weight updates in the run.
+        by_length: whether the factor depends on the length at all.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[float, int | float], float], *, total: int | float, by_length: bool = True
+    ) -> None:
+        self.legs = [[0, total]]  # from this weight update on the run was to have this length
+        self.by_length = by_length
+        super().__init__(optimizer, lambda k: factor(self.place(k), self.legs[0][1]))
+
+    def place(self, k: int) -> float:
+        """Where weight update k stands in the schedule of the run's first length."""
+        if len(self.legs) == 1 or not self.by_length:
+            return k
+        whole = self.legs[0][1]
+        place, (start, total) = 0.0, self.legs[0]
+        for next_start, next_total in [*self.legs[1:], [math.inf, None]]:
+            until = min(k, next_start)
+            left = total - start
+            place = place + (until - start) * (whole - place) / left if left > 0 else whole
+            if k <= next_start:
+                break
+            start, total = next_start, next_total
+        return min(place, whole)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        total = self.legs[-1][1]
+        super().load_state_dict(state_dict)
+        self.legs = [list(leg) for leg in self.legs]
+        before = self.legs[-1][1]
+        if total == before or not self.by_length:
+            return
+        if self.place(self.last_epoch) >= self.legs[0][1]:
+            rank_zero_info(f"The learning-rate schedule ended with weight update {before:,}: its last value holds until update {total:,}.")
+        else:
+            rank_zero_info(
+                f"The learning-rate schedule was to end with weight update {before:,}: from update {self.last_epoch:,} on what is left of it is"
+                f" spread over the updates until {total:,}."
+            )
+        self.legs.append([self.last_epoch, total])

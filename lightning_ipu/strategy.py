@@ -420,6 +420,13 @@ class IPUStrategy(DDPStrategy):
     def _stop(self, number: int) -> None:
         self.progress.stop_signal = number
 
+    def agreed_stop_signal(self) -> int | None:
+        """The signal that a handler in any of the processes has stored in `progress.stop_signal`; to be called by all of them alike."""
+        number = self.progress.stop_signal or 0
+        if self._processes is not None:
+            number = self._processes.largest(number)
+        return number or None
+
     def _update_hooks(self, trainer: Trainer, name: str) -> list[Any]:
         """What is to be called for one per-update hook: the callbacks' and the module's, where they are overridden."""
         module = self.lightning_module

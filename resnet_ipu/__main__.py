@@ -451,6 +451,7 @@ OPTIONS = (
     Option(name="--output-dir", group=_RUN, metavar="DIR", shown="results", help="gets config.yaml, metrics.csv and checkpoints/"),
     Option(name="--log-dir", group=_RUN, metavar="DIR", excludes="--output-dir", help="the original's word for --output-dir"),
     Option(name="--log_dir_string", group=_RUN, metavar="NAME", help="put the output into this sub-directory of --output-dir"),
+    *cli.CHECKPOINT_OPTIONS,
     #
     Option(
         name="--fp-exceptions",
@@ -502,8 +503,7 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
     if "no_allocator_setting" in given:
         settings["machine.keep_freed_memory"] = False
-    directory = given.get("output_dir") or given.get("log_dir") or "results"
-    settings["trainer.default_root_dir"] = f"{directory}/{given['log_dir_string']}" if "log_dir_string" in given else directory
+    settings["trainer.default_root_dir"] = cli.output_directory(given)
     return cli.lightning_arguments(settings)
 
 

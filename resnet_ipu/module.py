@@ -155,8 +155,8 @@ class ResNetModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, accuracy = self._score(batch, label_smoothing=self.hparams.label_smoothing)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch[1]))
-        self.log("train_accuracy", accuracy, prog_bar=True, batch_size=len(batch[1]))
+        for name, value in (("train_loss", loss), ("train_accuracy", accuracy)):
+            self.log(name, value, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(batch[1]))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

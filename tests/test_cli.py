@@ -258,7 +258,9 @@ def test_a_short_run_trains_validates_and_its_config_replays_it(run):
     with open("results/metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     steps = [int(row["step"]) for row in rows]
-    assert steps == sorted(set(steps)) and any(row["train_loss"] for row in rows)  # a run shorter than --steps-per-log has a loss as well
+    assert steps == sorted(set(steps)) and any(
+        row["train_loss_step"] for row in rows
+    )  # a run shorter than --steps-per-log has a loss as well
     assert f"{float(rows[-1]['val_loss']):.4f}" == closing[2] and f"{100 * float(rows[-1]['val_accuracy']):.2f}" == closing[1]
     config = yaml.safe_load(Path("results/config.yaml").read_text())
     assert (config["precision"], config["data"]["dataset"], config["trainer"]["max_epochs"]) == ("32.32", "SAMPLE", 1)

@@ -73,9 +73,9 @@ def test_training_on_a_few_images_lowers_the_loss_it_logs():
     recorder = Recorder()
     stock_trainer(max_epochs=25, callbacks=recorder).fit(ResNetModule(size="8", learning_rate=0.1), loader(16, batch_size=16))
 
-    assert recorder.metrics[0]["train_loss"] == pytest.approx(math.log(10), abs=0.5)
-    assert recorder.metrics[-1]["train_loss"] < 0.7 * recorder.metrics[0]["train_loss"]
-    assert recorder.metrics[-1]["train_accuracy"] > recorder.metrics[0]["train_accuracy"]
+    assert recorder.metrics[0]["train_loss_step"] == pytest.approx(math.log(10), abs=0.5)
+    assert recorder.metrics[-1]["train_loss_step"] < 0.7 * recorder.metrics[0]["train_loss_step"]
+    assert recorder.metrics[-1]["train_accuracy_step"] > recorder.metrics[0]["train_accuracy_step"]
 
 
 def test_label_smoothing_follows_its_formula_in_training_and_is_off_in_evaluation():
@@ -87,7 +87,7 @@ def test_label_smoothing_follows_its_formula_in_training_and_is_off_in_evaluatio
     recorder = Recorder()
     stock_trainer(max_steps=1, callbacks=recorder).fit(module, loader(4))
 
-    assert recorder.metrics[0]["train_loss"] == pytest.approx(float(0.7 * nll - 0.3 * log_probabilities.mean()), rel=1e-5)
+    assert recorder.metrics[0]["train_loss_step"] == pytest.approx(float(0.7 * nll - 0.3 * log_probabilities.mean()), rel=1e-5)
     evaluated = stock_trainer().validate(module, loader(4), verbose=False)[0]
     with torch.no_grad():
         assert evaluated["val_loss"] == pytest.approx(float(F.cross_entropy(module.eval()(images), labels)), rel=1e-5)

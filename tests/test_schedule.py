@@ -199,3 +199,53 @@ def test_a_run_of_unknown_or_no_length_is_refused(kind, total):
         build_schedule(optimizer(1.0), kind, total=total)
     with pytest.raises(ValueError, match="staircase=True needs epochs of a known length"):
         build_schedule(optimizer(1.0), kind, total=7, staircase=True)
+
+
+# -- a run that is resumed with another length --------------------------------------------------------------------------------
+
+
+def rates(kind: str, *, changes: dict[int, int], total: int, until: int, **options) -> list[float]:
+    """The rate of every update of a run that was resumed at some updates, each time with another length."""
+    values, state = [], None
+    for start, end in [(0, total), *changes.items()]:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        schedule = build_schedule(optimizer, kind, total=end, updates_per_epoch=5, **options)
+        if state is not None:
+            schedule.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        stop = next((k for k in changes if k > start), until)
+        for _ in range(start, stop):
+            values.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        state = schedule.state_dict(), optimizer.state_dict()
+    return values
+
+
+def test_what_is_left_of_a_schedule_is_spread_over_what_is_left_of_the_run():
+    straight = {"warmup_fraction": 0.0, "final_fraction": 0.0}
+    assert rates("linear", changes={5: 15}, total=10, until=15, **straight) == pytest.approx(
+        [1 - k / 10 for k in range(5)] + [0.5 - 0.05 * k for k in range(10)]
+    )
+    assert rates("linear", changes={4: 7}, total=10, until=7, **straight) == pytest.approx([1, 0.9, 0.8, 0.7, 0.6, 0.4, 0.2])
+    twice = rates("linear", changes={5: 15, 10: 20}, total=10, until=20, **straight)  # 0.25 is left at update 10
+    assert twice[10:] == pytest.approx([0.25 - 0.025 * k for k in range(10)])
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "polynomial", "exponential", "stepped"])
+def test_extending_a_run_never_lets_the_rate_jump_or_rise_again_and_ends_where_the_schedule_does(kind):
+    plain = rates(kind, changes={}, total=40, until=40)
+    longer = rates(kind, changes={20: 60}, total=40, until=60)
+    assert longer[:21] == plain[:21] and all(late <= early for early, late in zip(longer[19:], longer[20:], strict=False))
+    assert longer[20:60:2] == pytest.approx(plain[20:40])
+    over = rates(kind, changes={40: 60}, total=40, until=60)  # the schedule was over
+    assert len(set(over[40:])) == 1 and over[40] <= plain[-1]
+
+
+def test_resuming_with_the_same_length_and_schedules_without_one_change_nothing():
+    for kind, options in (("cosine", {}), ("const", {}), ("exponential", {"decay_rate": 0.5})):
+        assert rates(kind, changes={7: 20, 13: 20}, total=20, until=20, **options) == rates(kind, changes={}, total=20, until=20, **options)
+    by_epochs = {"decay_rate": 0.5, "warmup_fraction": 0.0}
+    assert rates("exponential", changes={7: 30}, total=20, until=30, **by_epochs) == rates(
+        "exponential", changes={}, total=30, until=30, **by_epochs
+    )

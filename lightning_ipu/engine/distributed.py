@@ -61,6 +61,12 @@ class Processes:
         dist.all_gather_object(values, value, group=group)
         return values
 
+    def largest(self, number: int) -> int:
+        """The largest of every process's numbers."""
+        shared = torch.tensor(number, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return int(shared)
+
     def peer(self, part: int) -> int:
         """Rank of the process that holds a part of the same replica."""
         return self.group * self.parts + part

@@ -1,0 +1,158 @@
+"""How a run's state is kept and how a run ends: its checkpoints, Ctrl-C and SIGTERM, and where the next start finds it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+from lightning_ipu.checkpoint import link
+from lightning_ipu.display import RunDisplay
+from lightning_ipu.output import MetricsFile
+
+LAST = "last.ckpt"
+SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """The checkpoint in ``directory`` with which its run goes on: ``last.ckpt``, else the one after the most weight updates."""
+    if (directory / LAST).is_file():
+        return directory / LAST
+    found = {path: torch.load(path, map_location="cpu", mmap=True, weights_only=False)["global_step"] for path in directory.glob("*.ckpt")}
+    return max(found, key=lambda path: (found[path], path.name), default=None)
+
+
+class SignalHandler:
+    """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.display: RunDisplay | None = None
+        self.trainer: pl.Trainer | None = None  # while it trains
+        self.received: int | None = None
+
+    def install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._handle)
+            signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.trainer is None or self.received is not None:
+            raise SystemExit(128 + signum)
+        self.received = signum
+        self.trainer.strategy.progress.stop_signal = signum
+        # Written by a thread: this handler may have interrupted a write to the same stream.
+        work = "validation" if self.trainer.validating else "current weight update"
+        again = "Ctrl-C again" if signum == signal.SIGINT else "the signal again"
+        text = f"finishing the {work}, then saving ({again} ends at once)"
+        threading.Thread(target=self.say, args=(text,)).start()
+
+    @rank_zero_only
+    def say(self, text: str) -> None:
+        if self.display is not None:
+            self.display.line(text)
+        else:
+            print(text, flush=True)
+
+
+class RunCheckpoints(Callback):
+    """Keeps ``last.ckpt``, the latest state: after every so many weight updates, each epoch, the training, and when a signal ends it.
+
+    It saves when all that follows a weight update or an epoch is over (logs, validation, the epoch's end), so that the run that goes on
+    from there repeats nothing and leaves nothing out. Every checkpoint gets the ``settings`` that an evaluation needs beside the module's own.
+
+    Args:
+        directory: of the checkpoints.
+        every: weight updates from one checkpoint to the next, None for those of the epochs alone.
+        keep: how many of the latest are kept, under their numbers of weight updates; 1 keeps ``last.ckpt`` alone.
+    """
+
+    def __init__(self, directory: Path, *, every: int | None, keep: int, signals: SignalHandler, settings: dict[str, Any]) -> None:
+        self.directory, self.every_n_updates, self.keep = directory, every, keep
+        self.signals, self.settings = signals, settings
+        self.trained = False  # whether there was anything left to train
+        self._saved_after: int | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.trained, self._saved_after = True, trainer.global_step
+        self.signals.trainer = trainer
+        self.signals.install()  # in place of Lightning's own for SIGTERM, which ends with status 0
+        if trainer.is_global_zero:
+            for part in self.directory.glob(".*.ckpt.*.part"):  # of a write that was killed
+                part.unlink()
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if self.every_n_updates and trainer.global_step % self.every_n_updates == 0:
+            self._save(trainer)
+        self._end_if_asked(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer)
+        self._end_if_asked(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer)
+        self._end_if_asked(trainer)
+        self.signals.trainer = None
+
+    @override
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint[SETTINGS] = self.settings
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile):
+                logger.flush()
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        if self._saved_after == trainer.global_step:
+            return
+        self._saved_after = trainer.global_step
+        if self.keep == 1:
+            trainer.save_checkpoint(self.directory / LAST)
+            return
+        path = self.directory / f"update{trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            link(path, self.directory / LAST)
+            numbered = {
+                int(number): path for path in self.directory.glob("update*.ckpt") if (number := path.stem[len("update") :]).isdigit()
+            }
+            for number in sorted(number for number in numbered if number <= trainer.global_step)[: -self.keep]:
+                numbered[number].unlink()
+
+    def _end_if_asked(self, trainer: pl.Trainer) -> None:
+        if trainer is not self.signals.trainer or (signum := trainer.strategy.agreed_stop_signal()) is None:
+            return
+        self._save(trainer)
+        self.signals.trainer = None
+        self.signals.say(f"stopped after {trainer.global_step:,} weight updates; the state is saved in {self.directory / LAST}")
+        raise SystemExit(128 + signum)
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's ModelCheckpoint, whose state names its files relative to their directory: a run may be moved, and goes on."""
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._with_paths(super().state_dict(), lambda path: os.path.relpath(path, self.dirpath)) | {"dirpath": ""}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        placed = self._with_paths(state_dict, lambda path: os.path.join(self.dirpath, path))
+        super().load_state_dict(placed | {"dirpath": self.dirpath})
+
+    @staticmethod
+    def _with_paths(state: dict[str, Any], change: Any) -> dict[str, Any]:
+        changed = {name: change(state[name]) if state[name] else state[name] for name in state if name.endswith("_path")}
+        return {**state, **changed, "best_k_models": {change(path): score for path, score in state["best_k_models"].items()}}

@@ -1,0 +1,25 @@
+"""`python -m resnet_ipu` with slow writes, so that a kill can be made to fall inside a save: killed.py SECONDS [options]."""
+
+import os
+import sys
+import time
+
+from lightning_ipu import checkpoint
+from resnet_ipu.__main__ import main
+
+
+class SlowDisk:
+    """The os module with an fsync that takes its time."""
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    @staticmethod
+    def fsync(descriptor: int) -> None:
+        time.sleep(float(sys.argv[1]))
+        os.fsync(descriptor)
+
+
+if __name__ == "__main__":
+    checkpoint.os = SlowDisk()
+    sys.exit(main(sys.argv[2:]))

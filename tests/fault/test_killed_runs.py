@@ -1,0 +1,101 @@
+"""A run that is killed again and again, inside saves and between them, ends as the run that nobody touched.
+
+KILLS=20 in the environment gives the long form; a failure prints the seed with which it can be had again (KILL_SEED).
+"""
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = str(Path(__file__).with_name("killed.py"))
+KILLS, SEED = int(os.environ.get("KILLS", "3")), int(os.environ.get("KILL_SEED", "1"))
+# Everything that draws or counts: crops and flips, order, stochastic rounding, BatchNorm, replicas, an odd number of updates between saves.
+RUN = """--dataset SAMPLE --size 8 --precision 16.16 --batch-size 16 --replication-factor 2 --gradient-accumulation-factor 2 --epochs 3
+    --limit-train-batches 40 --valid-per-epoch 2 --limit-val-batches 2 --batches-per-step 4 --num-workers 1 --steps-per-log 3 --optimizer adamw
+    --checkpoint-every 3 --keep-last 2 --resume""".split()
+STATUS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    words = [sys.executable, SCRIPT, "0.1", *RUN, "--output-dir", "out", *more]
+    return subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def result(folder: Path) -> dict[str, str]:
+    """What a run has come to: hashes of weights, optimizer state, schedule and of every file that a person reads."""
+    checkpoints = folder / "out" / "checkpoints"
+    last = torch.load(checkpoints / "last.ckpt", weights_only=True)
+    found = {
+        name: hashlib.sha256(repr(_plain(last[name])).encode()).hexdigest() for name in ("state_dict", "optimizer_states", "lr_schedulers")
+    }
+    found |= {"position": repr(last["lightning_ipu"]["position"]), "files": " ".join(sorted(path.name for path in checkpoints.iterdir()))}
+    return found | {name: (folder / "out" / name).read_text() for name in ("metrics.csv", "config.yaml")}
+
+
+def _plain(value):
+    if isinstance(value, torch.Tensor):
+        return value.double().tolist()
+    if isinstance(value, dict):
+        return [(name, _plain(value[name])) for name in value]
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def wait_for(moment: str, checkpoints: Path, process: subprocess.Popen, chance: random.Random) -> None:
+    """Wait until the process is inside a save, or a while after one; or has ended."""
+    seen = {path: path.stat().st_mtime_ns for path in checkpoints.glob("*.ckpt")} if checkpoints.exists() else {}
+    begun = time.monotonic()
+    while process.poll() is None and time.monotonic() - begun < 60:
+        if moment == "in a save" and any(checkpoints.glob(".*.part")):
+            time.sleep(chance.uniform(0, 0.1))
+            return
+        if moment == "after a save" and any(path.stat().st_mtime_ns != seen.get(path) for path in checkpoints.glob("last.ckpt")):
+            time.sleep(chance.uniform(0, 0.3))
+            return
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untouched")
+    process = start(folder)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return folder, result(folder)
+
+
+def test_kills_at_random_points_change_nothing(untouched, tmp_path):
+    chance, kills, statuses = random.Random(SEED), 0, []
+    for _ in range(2 * KILLS + 2):
+        process = start(tmp_path)
+        if kills < KILLS:
+            number = list(STATUS)[kills % 3]
+            wait_for(
+                ("in a save", "after a save")[kills // 3 % 2 if KILLS > 3 else kills % 2], tmp_path / "out" / "checkpoints", process, chance
+            )
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+        statuses.append(process.returncode)
+        if process.returncode == 0:
+            break
+        assert process.returncode == STATUS[number], output
+        kills += 1
+    assert statuses[-1] == 0 and kills >= min(KILLS, 3), f"seed {SEED}: {statuses}"
+    assert result(tmp_path) == untouched[1], f"seed {SEED}: {statuses}"
+
+
+def test_a_finished_run_is_already_complete_and_no_file_is_touched(untouched):
+    folder, before = untouched
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    process = start(folder)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "already complete: 30 weight updates, 3 epochs" in output
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == times and result(folder) == before
