@@ -248,7 +248,7 @@ class CommandLine(LightningCLI):
                 config.trainer.max_epochs, reason = self.command.epochs(self.datamodule)
                 kwargs["max_epochs"] = config.trainer.max_epochs
             if self.resumed is not None:
-                facts.append(("resumed", f"after weight update {self.resumed['global_step']:,}, from {self.ckpt_path}"))
+                facts.append(("resumed", f"goes on after weight update {self.resumed['global_step']:,} of {self.ckpt_path}"))
             if (epochs := config.trainer.max_epochs) is not None and epochs > 0:
                 facts.append(("epochs", f"{epochs:,}{f', {reason}' if reason else ''}"))
         kwargs |= {"accelerator": self.accelerator, "precision": self.precision}

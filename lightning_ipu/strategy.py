@@ -249,11 +249,31 @@ class IPUStrategy(DDPStrategy):
             self._restored, self._epoch, self._between_steps = None, None, True
         Strategy.setup_environment(self)
         if self._process_count > 1:
+            self._meet_apart_from_earlier_attempts()
             self.setup_distributed()
             # Averages are over all processes already when Lightning sees them.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level")
             self._processes = Processes(placement, device=self.root_device)
             self.seed = self.broadcast(self.seed)
+
+    def _meet_apart_from_earlier_attempts(self) -> None:
+        """After a restart by torchrun, let the processes find each other under names of their own.
+
+        torchrun's store lives on, and with it the addresses of the processes that have ended (seen with torch 2.14: whoever reads an old
+        one waits for ever, or is refused).
+        """
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+            return
+        environment = self.cluster_environment
+        store = torch.distributed.TCPStore(environment.main_address, environment.main_port, is_master=False, timeout=self._timeout)
+        torch.distributed.init_process_group(
+            self._get_process_group_backend(),
+            store=torch.distributed.PrefixStore(f"attempt {attempt}", store),
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+            timeout=self._timeout,
+        )
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -418,7 +438,8 @@ class IPUStrategy(DDPStrategy):
         return partition
 
     def _stop(self, number: int) -> None:
-        self.progress.stop_signal = number
+        """Called in every process in the same weight update: one of them had been asked to stop before it."""
+        self.progress.stop_signal = self._agreed_stop = number
 
     def agreed_stop_signal(self) -> int | None:
         """The signal that a handler in any of the processes has stored in `progress.stop_signal`; to be called by all of them alike."""
@@ -504,15 +525,7 @@ class IPUStrategy(DDPStrategy):
     def _resume(self) -> None:
         """Go on where the checkpoint stands; called when training starts."""
         trainer, saved, module = self.lightning_module.trainer, self._restored, self.lightning_module
-        remark = check_numbers(saved["numbers"], self.plan, seed=self.seed, precision=str(trainer.precision))
-        if remark:
-            rank_zero_warn(remark)
-        position, length = Position(**saved["position"]), self.progress.updates_per_epoch
-        if length is not None and position.updates > length:
-            raise PlanError(
-                f"the run to be resumed stands after weight update {position.updates} of its epoch, which now has {length}:"
-                " give as many training samples as it had"
-            )
+        position = Position(**saved["position"])
         enter_position(trainer, position)
         self._epoch, self.progress.updates_done, self.progress.run_updates = position.epoch, position.updates, position.run_updates
         if position.updates:
@@ -587,6 +600,14 @@ class IPUStrategy(DDPStrategy):
         if updates is not None:
             self.progress.samples_left_out = data.samples - micro_batches * plan.micro_batch_size
         _check_validation_interval(trainer, updates)
+        if self._restored is not None:
+            if remark := check_numbers(self._restored["numbers"], plan, seed=self.seed, precision=str(trainer.precision)):
+                rank_zero_warn(remark)
+            if updates is not None and (done := self._restored["position"]["updates"]) > updates:
+                raise PlanError(
+                    f"the run to be resumed stands after weight update {done} of its epoch, which now has {updates}:"
+                    " give as many training samples as it had"
+                )
         self._events = None
         return HostSteps(
             data,
@@ -758,6 +779,7 @@ class IPUStrategy(DDPStrategy):
         first_update = progress.updates_done
         run_update = trainer.global_step + (self._scaling.skipped if self._scaling else 0)  # one that is skipped has a number as well
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        alone, self._agreed_stop = self._processes is None, None
 
         try:
             with preserved_streams(self.root_device), recorder.recording():
@@ -775,7 +797,8 @@ class IPUStrategy(DDPStrategy):
                         for schedule, frequency in schedules:
                             if steps.current.completed % frequency == 0:
                                 self._lr_step(schedule, None) if self._lr_step else schedule.step()
-                    if progress.stop_signal is not None:
+                    # With several processes a signal of this moment waits: the others could not know of it.
+                    if (progress.stop_signal if alone else self._agreed_stop) is not None:
                         break
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
             self._move_batch_progress((progress.updates_done - first_update - handle.weight_updates) * per_update + 1)

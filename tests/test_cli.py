@@ -1,6 +1,7 @@
 """``python -m resnet_ipu``: options, messages, exit status, and what a run leaves in its output directory."""
 
 import csv
+import json
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 
@@ -392,3 +394,45 @@ def test_a_signal_ends_at_a_weight_update_with_a_checkpoint_and_status_128_more(
     said = re.search(r"stopped after (\d+) weight updates; the state is saved in results/checkpoints/last\.ckpt", output)
     assert said and f"then saving ({again} again ends at once)" in output
     assert torch.load(tmp_path / "results/checkpoints/last.ckpt")["global_step"] == int(said[1]) >= 62
+
+
+class Interrupted(pl.Callback):
+    """Sends the process the signal of Ctrl-C in the middle of the second validation, once or twice."""
+
+    def __init__(self, times: int) -> None:
+        self.times, self.validations = times, 0
+
+    def on_validation_start(self, trainer, module):
+        self.validations += 1
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        if self.validations == 2 and batch_idx == 1:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_within_a_validation_ends_after_it_with_a_checkpoint_and_twice_at_once(run, times):
+    config = [{"class_path": "test_cli.Interrupted", "init_args": {"times": times}}]
+    short = settled(*TINY, "--epochs", "3")
+    line = ["fit", *cli.lightning_arguments(short), f"--trainer.callbacks={json.dumps(config)}"]
+    status, output, _ = run(*line)
+    assert status == 130 and ("stopped after 16 weight updates" in output) == (times == 1)
+    last = torch.load("results/checkpoints/last.ckpt")["lightning_ipu"]["position"]
+    assert last == {"epoch": 2 if times == 1 else 1, "updates": 0, "run_updates": 16 if times == 1 else 8, "validation_due": False}
+
+
+def test_resuming_takes_the_options_of_the_start_and_refuses_another_model(run):
+    assert run(*TINY, "--epochs", "1", "--learning-rate", "0.05")[0] == 0
+    status, output, errors = run("--resume", "--epochs", "2")
+    assert status == 0 and "goes on after weight update 8" in output and "resuming with --epochs 2 in place of 1" in errors
+    status, output, _ = run("--resume")
+    assert status == 0 and "already complete: 16 weight updates, 2 epochs" in output
+    status, _, errors = run("--resume", "--size", "14", "--epochs", "3")
+    assert status == 2 and "model.size is 14, but the run to be resumed has 8" in errors.splitlines()[-1]
+    status, _, errors = run("--resume", "--replication-factor", "2", "--gradient-accumulation-factor", "2", "--epochs", "3")
+    assert status == 2 and "error: the micro-batch is 16, but" in errors.splitlines()[-1]
+    status, _, errors = run("--resume", "--no-augmentation", "--epochs", "3")
+    assert status == 0 and "warning: the run goes on with data.augment False; so far it was" in errors
+    status, _, errors = run("fit", "--config", "results/config.yaml", "--resume", "true", "--trainer.max_epochs", "4")
+    assert status == 0 and torch.load("results/checkpoints/last.ckpt")["global_step"] == 32

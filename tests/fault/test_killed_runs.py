@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ RUN = """--dataset SAMPLE --size 8 --precision 16.16 --batch-size 16 --replicati
 STATUS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
-def start(folder: Path, *more: str) -> subprocess.Popen:
+def start(folder: Path, *more: str, launcher: Sequence[str] = (), without: str | None = None) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    words = [sys.executable, SCRIPT, "0.1", *RUN, "--output-dir", "out", *more]
+    options = [word for word in RUN if word != without]
+    words = [sys.executable, *launcher, SCRIPT, "0.1", *options, "--output-dir", "out", *more]
     return subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -39,6 +41,11 @@ def result(folder: Path) -> dict[str, str]:
     }
     found |= {"position": repr(last["lightning_ipu"]["position"]), "files": " ".join(sorted(path.name for path in checkpoints.iterdir()))}
     return found | {name: (folder / "out" / name).read_text() for name in ("metrics.csv", "config.yaml")}
+
+
+def numbers(found: dict[str, str]) -> dict[str, str]:
+    """The part of a result that is the same for every number of processes."""
+    return {name: value for name, value in found.items() if name not in ("config.yaml", "files")}
 
 
 def _plain(value):
@@ -99,3 +106,27 @@ def test_a_finished_run_is_already_complete_and_no_file_is_touched(untouched):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0 and "already complete: 30 weight updates, 3 epochs" in output
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == times and result(folder) == before
+
+
+def test_torchrun_restarts_a_killed_worker_and_the_run_goes_on_by_itself(untouched, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    process = start(tmp_path, launcher=launcher, without="--resume")
+    wait_for("after a save", tmp_path / "out" / "checkpoints", process, random.Random(SEED))
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(workers[1]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "goes on after weight update" in output
+    assert numbers(result(tmp_path)) == numbers(untouched[1])
+
+
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_update_and_one_process_goes_on(untouched, tmp_path):
+    process = start(tmp_path, "--processes", "2")
+    wait_for("after a save", tmp_path / "out" / "checkpoints", process, random.Random(SEED))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 143 and output.count("the state is saved in") == 1, output
+    process = start(tmp_path, "--processes", "1")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "resuming with --processes 1 in place of 2" in output, output
+    assert numbers(result(tmp_path)) == numbers(untouched[1])
