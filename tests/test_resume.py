@@ -5,14 +5,15 @@ from functools import partial
 import pytest
 import torch
 from pytorch_lightning import Callback
-from pytorch_lightning.callbacks import OnExceptionCheckpoint
-from runs import Net, blocks, classes, equal_states, fit, loader
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from runs import Ledger, Net, blocks, classes, equal_states, fit, loader, numbered
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ipu.output import MetricsFile
 from lightning_ipu.plan import PlanError
+from lightning_ipu.schedule import build_schedule
 
 HOOKS = {
     "on_train_batch_start": "exact",
@@ -149,3 +150,51 @@ def test_a_run_is_not_resumed_under_other_numbers(changed, words, tmp_path):
     name = next(name for name, _, step, _ in noted.saves if step == 4)
     with pytest.raises(PlanError, match=words):
         run(tmp_path / "second", ckpt_path=name, **changed)
+
+
+def test_two_interruptions_at_epochs_ends_give_the_uninterrupted_order_with_any_number_of_workers(tmp_path):
+    def orders(*, epochs, workers=0, resume=None):
+        module = Net()
+        trainer = fit(module, loader(classes(8), 1, shuffle=True, num_workers=workers), max_epochs=epochs, ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module.seen
+
+    whole = orders(epochs=3)
+    assert whole[:8] != whole[8:16]
+    assert orders(epochs=1, workers=2) == whole[:8]
+    assert orders(epochs=2, resume=tmp_path / "1.ckpt") == whole[8:16]
+    assert orders(epochs=3, workers=2, resume=tmp_path / "2.ckpt") == whole[16:]
+
+
+def test_the_ledger_of_a_run_that_was_resumed_within_an_epoch_counts_every_sample_once(tmp_path):
+    def ledger(*, data, resume=None, **options):
+        keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
+        module = Ledger()
+        fit(module, data, ckpt_path=resume, callbacks=keep, enable_checkpointing=True, **options)
+        return module
+
+    ledger(data=numbered(6))
+    assert ledger(data=numbered(6), resume=tmp_path / "step=3.ckpt").seen == [[3.0], [4.0], [5.0]]
+    ledger(data=loader(8), A=4)  # a checkpoint stands between weight updates: there is no half window to lose
+    assert ledger(data=loader(8), A=4, resume=tmp_path / "step=1.ckpt").w.item() == -2.0
+
+
+@pytest.mark.parametrize("extended_after", [5, 3])
+def test_extending_a_run_does_not_raise_the_learning_rate(extended_after, tmp_path):
+    def rates(*, epochs, steps=-1, resume=None):
+        schedule = lambda module, optimizer: {  # noqa: E731
+            "scheduler": build_schedule(optimizer, "cosine", total=module.trainer.max_epochs * 5, warmup_fraction=0.0, final_fraction=0.0),
+            "interval": "step",
+        }
+        module = Net(schedule=schedule)
+        trainer = fit(module, loader(classes(10), 2), max_epochs=epochs, max_steps=steps, ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        return module.rates
+
+    first = rates(epochs=1, steps=extended_after)
+    more = rates(epochs=2, resume=tmp_path / "a.ckpt")
+    assert len(first) + len(more) == 10
+    together = first + more
+    assert all(late <= early for early, late in zip(together, together[1:], strict=False))
+    if extended_after == 5:
+        assert more == [0.0] * 5  # the schedule was over
