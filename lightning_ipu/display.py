@@ -184,7 +184,7 @@ class RunDisplay(ProgressBar):
 
     @property
     def throughput(self) -> float | None:
-        """Samples per second of training, evaluations and checkpoints excluded; None before the first micro-batch."""
+        """Samples per second of training, evaluations and what happens between epochs excluded; None before the first micro-batch."""
         return self._clock.rate
 
     # -- evaluation

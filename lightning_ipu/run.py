@@ -280,7 +280,7 @@ class CommandLine(LightningCLI):
             self.checkpoints = RunCheckpoints(
                 directory / CHECKPOINTS, every=fit.checkpoint_every, keep=fit.keep_last, signals=self.signals, settings=kept
             )
-            callbacks.append(self.checkpoints)
+            callbacks.insert(0, self.checkpoints)  # before the display's clock goes on
         elif settings.logger in (None, True):
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
