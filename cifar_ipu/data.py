@@ -36,7 +36,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-PADDING = 4  # pixels of zero border around an image before its random crop
+PADDING = 4  # pixels of zero border around an image before its random crop, where nothing else is said
 NETWORK_TIMEOUT = 10.0  # seconds without an answer after which a server counts as not there
 
 
@@ -570,12 +570,13 @@ class ImageDataset(Dataset):
     randomness is a pure function of (seed, epoch, index).
     """
 
-    def __init__(self, *, images: Tensor, labels: Tensor, rows: np.ndarray, augment: bool, flip: bool) -> None:
+    def __init__(self, *, images: Tensor, labels: Tensor, rows: np.ndarray, augment: bool, flip: bool, padding: int = PADDING) -> None:
         self.images = images  # (N, C, H, W) uint8, channels_last; shared by the training and the validation part
         self.labels = labels  # (N,) int64
         self.rows = torch.from_numpy(rows)  # this data set's sample i is row rows[i]
         self.augment = augment
         self.flip = flip
+        self.padding = padding
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -586,7 +587,7 @@ class ImageDataset(Dataset):
         image = self.images[row]
         if self.augment:
             word = torch.randint(-(1 << 63), (1 << 63) - 1, (1,)).numpy().view(np.uint64)
-            image = random_crop_and_flip(image.unsqueeze(0), word, flip=self.flip)[0]
+            image = random_crop_and_flip(image.unsqueeze(0), word, flip=self.flip, padding=self.padding)[0]
         return image, self.labels[row]
 
     def seeded_batch(self, indices: Sequence[int], *, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
@@ -596,7 +597,8 @@ class ImageDataset(Dataset):
         # numpy copies whole images where torch's indexing kernel goes element by element
         images = torch.from_numpy(self.images.permute(0, 2, 3, 1).numpy()[rows]).permute(0, 3, 1, 2)
         if self.augment:
-            images = random_crop_and_flip(images, random_words(seed, epoch, indices=indices), flip=self.flip)
+            words = random_words(seed, epoch, indices=indices)
+            images = random_crop_and_flip(images, words, flip=self.flip, padding=self.padding)
         return images, self.labels[torch.from_numpy(rows)]
 
 
@@ -695,8 +697,10 @@ class ImageDataModule(pl.LightningDataModule):
         micro_batch_size: Images in a training batch of the loader.
         eval_batch_size: Images in a validation, test or prediction batch; None is `micro_batch_size`.
         num_workers: Processes that load training and evaluation data; with the data set in memory 0 is usually the fastest.
-        augment: Random crops from a black border of 4 pixels and, MNIST's digits excepted, horizontal flips of training images.
+        augment: Random crops from a black border and, MNIST's digits excepted, horizontal flips of training images.
             None is on for real images and off for synthetic ones, which cannot be augmented.
+        crop_padding: Width of that border in pixels; 0 leaves the flips alone.
+        scaling: "standard" brings the pixels of each channel to mean 0 and deviation 1 over the training set, "unit" to 0 to 1.
         validation_split: How much of the training set to hold out: a fraction below 1 or a number of images; 0 holds out none, and unless
             `validation_on_test` is given there is then no validation. None is 0.1 (0 for SAMPLE and with `validation_on_test`).
         validation_on_test: Validate on the test set. Its score is then no longer that of unseen data if anything is chosen by it.
@@ -723,6 +727,8 @@ class ImageDataModule(pl.LightningDataModule):
         eval_batch_size: int | None = None,
         num_workers: int = 0,
         augment: bool | None = None,
+        crop_padding: int = PADDING,
+        scaling: Literal["standard", "unit"] = "standard",
         validation_split: int | float | None = None,
         validation_on_test: bool = False,
         synthetic: Literal["host", "ipu"] | None = None,
@@ -741,6 +747,10 @@ class ImageDataModule(pl.LightningDataModule):
                 raise ValueError(f"{option}: {value} is not possible; at least 1 is")
         if num_workers < 0:
             raise ValueError(f"num_workers: {num_workers} is not possible; 0 loads in the training process")
+        if crop_padding < 0:
+            raise ValueError(f"crop_padding: {crop_padding} is not possible; 0 does not crop")
+        if scaling not in ("standard", "unit"):
+            raise ValueError(f"scaling: {scaling!r} is unknown; legal are 'standard' and 'unit'")
         if synthetic not in (None, "host", "ipu"):
             raise ValueError(f"synthetic: {synthetic!r} is unknown; legal are 'host' and 'ipu', or None for real images")
         if synthetic_kind not in ("pattern", "noise"):
@@ -757,6 +767,7 @@ class ImageDataModule(pl.LightningDataModule):
         self.eval_batch_size = eval_batch_size or micro_batch_size
         self.num_workers = num_workers
         self.augment = synthetic is None if augment is None else augment
+        self.crop_padding = crop_padding
         self.validation_on_test = validation_on_test
         self.synthetic = synthetic
         self.download = download
@@ -777,6 +788,8 @@ class ImageDataModule(pl.LightningDataModule):
             self.mean, self.std = self.synthesis.mean, self.synthesis.std
             if synthetic_samples is not None:
                 available, self.num_test_samples = synthetic_samples, max(1, synthetic_samples // 5)
+        if scaling == "unit":
+            self.mean, self.std = (0.0,) * self.in_channels, (1.0,) * self.in_channels
         self._validates_on_test = validation_on_test or (self.used_sample and validation_split is None)
         self._held_out = 0 if self._validates_on_test and validation_split is None else _held_out(validation_split, available)
         if self._held_out and validation_on_test:
@@ -809,6 +822,13 @@ class ImageDataModule(pl.LightningDataModule):
             return f"synthetic {kind} from the {self.synthetic}, in the shape of {self.dataset_name}"
         return "SAMPLE (2,000 + 500 Fashion-MNIST images)" if self.used_sample else self.dataset_name
 
+    @property
+    def caveat(self) -> str | None:
+        """What figures from these images are not, in one line; None where nothing needs to be said."""
+        if not self.used_sample:
+            return None
+        return "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
+
     def prepare_data(self) -> None:
         """Download the data set if it is missing and may be downloaded."""
         if self.synthesis is None and self.download:
@@ -831,7 +851,7 @@ class ImageDataModule(pl.LightningDataModule):
         else:
             splits = load_images(self.dataset_name, data_dir=self.data_dir)
             images, labels = splits["train"]
-            make = partial(ImageDataset, flip=DATA_SETS[self.dataset_name].flip)
+            make = partial(ImageDataset, flip=DATA_SETS[self.dataset_name].flip, padding=self.crop_padding)
             test = make(images=splits["test"][0], labels=splits["test"][1], rows=test_rows, augment=False)
             make_train = partial(make, images=images, labels=labels, augment=self.augment)
             make_validation = partial(make, images=images, labels=labels, augment=False)
@@ -858,6 +878,11 @@ class ImageDataModule(pl.LightningDataModule):
     def predict_dataloader(self) -> DataLoader:
         """The test images, for predictions."""
         return self.test_dataloader()
+
+    def sample_images(self, count: int) -> Tensor:
+        """The first training images, at most `count`, as training sees them in epoch 0: (B, C, H, W) float32, normalised."""
+        training = self._parts["train"]
+        return self.on_after_batch_transfer(training.seeded_batch(range(min(count, len(training))), seed=self.seed, epoch=0), 0)[0]
 
     def _loader(self, part: str, *, batch_size: int, shuffle: bool = False) -> DataLoader:
         workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}

@@ -9,12 +9,11 @@ LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main mo
 
 import re  # noqa: E402
 import sys  # noqa: E402
-from argparse import ArgumentTypeError  # noqa: E402
 from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli, machine, precision  # noqa: E402
+from lightning_ipu import cli, machine  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 
 if TYPE_CHECKING:
@@ -47,15 +46,6 @@ examples:
 A step is a weight update in every option, log and checkpoint name. Errors are on the benchmark's scale, on which each parameter lies
 between -1 and 1: a constant gets 0.5, the benchmark's goal is 0.124."""
 
-
-def _precision(text: str) -> str:
-    value = choice(*precision.CHOICES)(text)
-    if problem := precision.refusal(value):
-        raise ArgumentTypeError(problem)
-    return value
-
-
-_precision.choices = precision.CHOICES
 
 _NETWORK, _DATA, _SIMULATION, _PLAN = "network", "data", "simulated universes", "plan (decides the numbers)"
 _TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
@@ -104,7 +94,7 @@ OPTIONS = (
     Option(name="--pipeline-splits", group=_PLAN, key="trainer.strategy.pipeline_splits", type=cli.names, metavar="NAMES", help="submodules that begin a new stage, such as network.features.2,network.fc1"),
     Option(name="--recompute", group=_PLAN, key="trainer.strategy.recompute", type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
     Option(name="--iterations-per-loop", group=_PLAN, key="trainer.strategy.device_iterations", type=positive(), default=16, help="D, weight updates per host step at most"),
-    Option(name="--precision", group=_PLAN, key="precision", type=_precision, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
+    Option(name="--precision", group=_PLAN, key="precision", type=cli.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
     Option(name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of universes, initial weights, order and symmetries"),
     #
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="SGD", help="SGD has a momentum of 0.9"),

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from lightning_ipu import precision
+
 __all__ = [
     "CHECKPOINT_OPTIONS",
     "SUBCOMMANDS",
@@ -30,6 +32,7 @@ __all__ = [
     "output_directory",
     "parse",
     "positive",
+    "precision_choice",
     "settings_of",
 ]
 
@@ -133,6 +136,17 @@ def names(text: str) -> list[str]:
     return found
 
 
+def precision_choice(text: str) -> str:
+    """Reader of a precision that can be had."""
+    value = choice(*precision.CHOICES)(text)
+    if problem := precision.refusal(value):
+        raise argparse.ArgumentTypeError(problem)
+    return value
+
+
+precision_choice.choices = precision.CHOICES
+
+
 # -- options that every command has --------------------------------------------------------------------------------------------
 
 CHECKPOINT_OPTIONS = (
@@ -160,7 +174,7 @@ CHECKPOINT_OPTIONS = (
         help="keep the latest N of them, beside the best",
     ),
 )
-_OF_ONE_START = ("resume", "output_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
+_OF_ONE_START = ("resume", "output_dir", "model_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
 
 
 # -- parsing ------------------------------------------------------------------------------------------------------------------
@@ -261,7 +275,7 @@ def lightning_arguments(settings: Mapping[str, Any]) -> list[str]:
 
 def output_directory(given: Mapping[str, Any]) -> str:
     """Where the short options put what the run writes."""
-    directory = given.get("output_dir") or given.get("log_dir") or "results"
+    directory = given.get("output_dir") or given.get("model_dir") or given.get("log_dir") or "results"
     return f"{directory}/{given['log_dir_string']}" if "log_dir_string" in given else directory
 
 

@@ -86,6 +86,7 @@ class RunDisplay(ProgressBar):
         title: of the table.
         facts: rows for the table beside the plan's, as (name, value).
         train_loss, val_loss, val_accuracy: names under which the module logs them.
+        log_interval: seconds between plain lines; None is 10 where standard output is no terminal, and no such lines where it is one.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RunDisplay(ProgressBar):
         train_loss: str = "train_loss",
         val_loss: str = "val_loss",
         val_accuracy: str = "val_accuracy",
+        log_interval: float | None = None,
         console: Console | None = None,
     ) -> None:
         super().__init__()
@@ -104,6 +106,7 @@ class RunDisplay(ProgressBar):
         self.console = console or Console(highlight=False, soft_wrap=False)
         if not self.console.is_terminal:
             self.console.width = max(self.console.width, 100)
+        self.log_interval = log_interval
         self.enabled = True
         self.started = False  # whether training or an evaluation has begun: errors after that have another exit status
         self.validated_at: int | None = None  # weight updates after which the last validation ran
@@ -249,8 +252,8 @@ class RunDisplay(ProgressBar):
         if self.console.is_terminal:
             self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=REFRESHES_PER_SECOND, transient=True)
             self._live.start()
-        else:
-            self._ticker = _Ticker(lambda: self.line(self._words()))
+        if self.log_interval is not None or not self.console.is_terminal:
+            self._ticker = _Ticker(lambda: self.line(self._words()), seconds=self.log_interval or SECONDS_BETWEEN_LINES)
             self._ticker.start()
 
     def _end_drawing(self) -> None:
@@ -340,15 +343,15 @@ class _TrainingClock:
 
 
 class _Ticker(threading.Thread):
-    """Calls ``report`` every :data:`SECONDS_BETWEEN_LINES` until it is stopped."""
+    """Calls ``report`` every so many ``seconds`` until it is stopped."""
 
-    def __init__(self, report: Any) -> None:
+    def __init__(self, report: Any, *, seconds: float) -> None:
         super().__init__(name="progress lines", daemon=True)
-        self._report, self._wake, self._stopped = report, threading.Event(), False
+        self._report, self._seconds, self._wake, self._stopped = report, seconds, threading.Event(), False
 
     def run(self) -> None:
         while not self._stopped:
-            if not self._wake.wait(SECONDS_BETWEEN_LINES):
+            if not self._wake.wait(self._seconds):
                 self._report()
             self._wake.clear()
 

@@ -22,6 +22,7 @@ except ImportError:  # not a POSIX system: directories are then not locked
 __all__ = ["MetricsFile", "OutputDirectory", "OutputDirectoryError", "free_name", "write_atomically"]
 
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.csv", "checkpoints"
+TRAIN_REPORT, EVAL_REPORT = "train_report.txt", "eval_report.txt"
 
 
 class OutputDirectoryError(ValueError):
@@ -80,8 +81,9 @@ class OutputDirectory:
         return aside
 
     def _written_names(self) -> list[str]:
-        kept = [path.name for path in sorted(self.path.glob("config-*.yaml"))]
-        return [CONFIG, METRICS, CHECKPOINTS, *kept]
+        patterns = ("config-*.yaml", "*_report-*.txt")
+        kept = [path.name for pattern in patterns for path in sorted(self.path.glob(pattern))]
+        return [CONFIG, METRICS, CHECKPOINTS, TRAIN_REPORT, EVAL_REPORT, *kept]
 
     def holds(self, path: str | Path) -> bool:
         """Whether ``path`` lies inside this directory."""

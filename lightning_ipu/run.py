@@ -13,7 +13,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines
 from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically
-from lightning_ipu.plan import PlanError
+from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import weight_updates_in
 from lightning_ipu.strategy import IPUStrategy
@@ -148,6 +148,17 @@ class CommandLine(LightningCLI):
             default=None,
             help="short options that this configuration was made from; --resume reads them",
         )
+        parser.add_argument(
+            "--epochs",
+            type=float | None,
+            help="passes over the training set, fractions allowed: with one the run ends after round(epochs x weight updates per epoch)."
+            " In place of trainer.max_epochs; saved as what it comes to.",
+        )
+        parser.add_argument(
+            "--log_interval",
+            type=float | None,
+            help="seconds between lines that say how far a run is; null is 10, and beside a terminal's moving line none",
+        )
         parser.add_function_arguments(set_up_machine, "machine")
         for attribute, argument in self.command.links:
             parser.link_arguments(f"data.{attribute}", f"model.{argument}", apply_on="instantiate")
@@ -241,16 +252,18 @@ class CommandLine(LightningCLI):
         if hasattr(self.datamodule, "dataset_name"):
             config.data.dataset = self.datamodule.dataset_name  # a replay must not look for another one
         facts = self.command.facts(self)
-        unbounded = settings.max_epochs is None and settings.max_steps == -1 and settings.max_time is None
         if self.subcommand == "fit":
-            reason = None
-            if unbounded:
-                config.trainer.max_epochs, reason = self.command.epochs(self.datamodule)
-                kwargs["max_epochs"] = config.trainer.max_epochs
+            length, words = self._run_length()
+            for name, value in length.items():
+                config.trainer[name] = value
+            config.epochs = None  # what it came to is what config.yaml keeps
+            kwargs |= length
             if self.resumed is not None:
                 facts.append(("resumed", f"goes on after weight update {self.resumed['global_step']:,} of {self.ckpt_path}"))
-            if (epochs := config.trainer.max_epochs) is not None and epochs > 0:
-                facts.append(("epochs", f"{epochs:,}{f', {reason}' if reason else ''}"))
+            if words:
+                facts.append(("epochs", words))
+        elif config.epochs is not None:
+            raise MisconfigurationException(f"epochs={config.epochs:g} means nothing to {self.subcommand}, which trains nothing")
         kwargs |= {"accelerator": self.accelerator, "precision": self.precision}
         if settings.devices == "auto":
             kwargs["devices"] = 1  # one process serves the whole plan, on the first device of several
@@ -263,7 +276,9 @@ class CommandLine(LightningCLI):
         directory = Path(settings.default_root_dir)
         callbacks: list[Callback] = list(settings.callbacks or [])
         if settings.enable_progress_bar is not False and not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
-            self.display = RunDisplay(title=self.command.prog, facts=facts, val_loss=VAL_LOSS, val_accuracy=VAL_ACCURACY)
+            self.display = RunDisplay(
+                title=self.command.prog, facts=facts, val_loss=VAL_LOSS, val_accuracy=VAL_ACCURACY, log_interval=config.log_interval
+            )
             self.signals.display = self.display
             if rank_zero_only.rank == 0:
                 callbacks.append(self.display)
@@ -289,6 +304,37 @@ class CommandLine(LightningCLI):
                 f"trainer.strategy: {type(trainer.strategy).__name__} has no plan; this command runs under IPUStrategy"
             )
         return trainer
+
+    def _run_length(self) -> tuple[dict[str, int], str | None]:
+        """The Trainer's bounds where they are not its own settings, and how many epochs the run has, in words, where it is known."""
+        config, trainer, data = self.config[self.subcommand], self.config_init[self.subcommand].trainer, self.datamodule
+        bounded = trainer.max_epochs is not None or trainer.max_steps != -1 or trainer.max_time is not None
+        epochs = config.epochs
+        if epochs is None and bounded:
+            return {}, f"{trainer.max_epochs:,}" if (trainer.max_epochs or 0) > 0 else None
+        if epochs is None:
+            epochs, reason = self.command.epochs(data)
+            return {"max_epochs": epochs}, f"{epochs:,}, {reason}" if reason else f"{epochs:,}"
+        if bounded:
+            raise MisconfigurationException(
+                f"epochs={epochs:g} and trainer.max_epochs, max_steps or max_time say different things; give one"
+            )
+        if not 0 < epochs < float("inf"):
+            raise MisconfigurationException(f"epochs={epochs:g} must be above 0")
+        if epochs == int(epochs):
+            return {"max_epochs": int(epochs)}, f"{int(epochs):,}"
+        if trainer.limit_train_batches not in (None, 1.0):
+            raise MisconfigurationException(
+                f"epochs={epochs:g}: parts of an epoch do not go with trainer.limit_train_batches; use max_steps"
+            )
+        if (samples := getattr(data, "num_train_samples", None)) is None:
+            raise MisconfigurationException(
+                f"epochs={epochs:g}: the length of an epoch of {type(data).__name__} is not known; use max_steps"
+            )
+        plan = trainer.strategy.plan if isinstance(trainer.strategy, IPUStrategy) else Plan()  # a strategy by its registered name
+        plan = replace(plan, micro_batch_size=data.micro_batch_size)
+        updates = max(1, round(epochs * plan.updates_in(samples)))
+        return {"max_epochs": -1, "max_steps": updates}, f"{epochs:g}, that is {updates:,} weight updates"
 
     def begin_output(self, config_yaml: str) -> None:
         """Make room in the output directory, now that a run really begins, and write its configuration.

@@ -49,14 +49,7 @@ def _dataset(text: str) -> str:
     return choice(*DATA_SETS)(text)
 
 
-def _precision(text: str) -> str:
-    value = choice(*precision.CHOICES)(text)
-    if problem := precision.refusal(value):
-        raise ArgumentTypeError(problem)
-    return value
-
-
-_dataset.choices, _precision.choices = DATA_SETS, precision.CHOICES
+_dataset.choices = DATA_SETS
 
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
 _TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
@@ -198,7 +191,7 @@ OPTIONS = (
         name="--precision",
         group=_PLAN,
         key="precision",
-        type=_precision,
+        type=cli.precision_choice,
         default="auto",
         help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32",
     ),
@@ -610,11 +603,7 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         links=[("num_classes", "num_classes"), ("in_channels", "in_channels"), ("image_size", "image_size")],
         facts=_facts,
         epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (EPOCHS, None),
-        note=lambda data: (
-            "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
-            if data.used_sample
-            else None
-        ),
+        note=lambda data: data.caveat,
     )
     return run_command(command, arguments, validate=short, test="test" in given)
 

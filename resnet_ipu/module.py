@@ -1,21 +1,12 @@
 """The Lightning module that trains a ResNet or ResNeXt classifier; it runs under any Trainer and strategy."""
 
-import math
 from typing import Any, Literal
 
-import pytorch_lightning as pl
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from lightning_ipu.optim import build_optimizer, check_optimizer
-from lightning_ipu.schedule import build_schedule, check_schedule
+from lightning_ipu.classifier import ImageClassifier
 from resnet_ipu.networks import resnet
 
-Batch = tuple[Tensor, Tensor]  # images [batch, channels, height, width], normalised; labels [batch]
 
-
-class ResNetModule(pl.LightningModule):
+class ResNetModule(ImageClassifier):
     """Image classifier trained on the cross-entropy; logs train_, val_ and test_ loss and accuracy (0 to 1).
 
     Args:
@@ -29,32 +20,7 @@ class ResNetModule(pl.LightningModule):
         shortcut_type: A (zero-padded) or B (1x1 convolution) where the shape changes, C (1x1 convolution everywhere); null is A
             for the CIFAR sizes and B for the others.
         zero_init_last_norm: start every block as its shortcut alone; null is true where there are norms.
-        optimizer: sgd, adamw, rmsprop or lars.
-        learning_rate: multiplied by the schedule.
-        momentum: of sgd, lars and rmsprop; null is 0.9 for the first two and 0 for rmsprop.
-        nesterov: Nesterov's momentum, of sgd; null is true where there is momentum.
-        optimizer_options: further ones by name: dampening (sgd), betas, eps, amsgrad (adamw), alpha, eps, centered (rmsprop),
-            trust_coefficient, eps (lars).
-        weight_decay: λ of decoupled decay of the weights w of convolutions and the linear head: the update is -lr·(O(g) + λ·w), where O
-            is the optimizer's direction; null is 0, for adamw without l2_regularization 0.01.
-        l2_regularization: λ of the L2 penalty on them, which goes through the optimizer: -lr·O(g + λ·w); null is 0, and where
-            weight_decay is null too 1e-4, but not for adamw.
-        decay_all: both on norms and biases as well.
-        label_smoothing: share of the target spread evenly over the classes; in training only.
-        schedule: linear, cosine, polynomial or exponential (after a warm-up), stepped or const; moves with every weight update.
-        warmup_fraction: share of the run in which the rate rises; null is 0.2, for stepped and const 0.
-        warmup_epochs: the same in epochs.
-        warmup_mode: shift (the default) begins the decay after the warm-up, mask with the run.
-        staircase: hold the rate over every epoch.
-        decay_fraction: share of the run that linear, cosine, polynomial and exponential take to reach their end; null is what the
-            warm-up leaves, with warmup_mode mask all.
-        decay_epochs: the same in epochs.
-        final_fraction: of the learning rate, at their end; null is 0.02.
-        power: of polynomial; null is 2.
-        decay_rate: what exponential multiplies the rate by over an epoch, in place of its end.
-        decay_values: multipliers of the learning rate for stepped; null is 1, 0.1, 0.01.
-        decay_fractions: shares of the run after which stepped takes the next value; null is 0.5, 0.75.
-        channels_last: keep images and weights in memory pixel by pixel, which is faster on most devices; moves last bits only.
+        **training: optimizer, schedule and the rest; see ``ImageClassifier``.
 
     Raises:
         ValueError: an option is unknown, out of range, or means nothing beside another one.
@@ -72,139 +38,24 @@ class ResNetModule(pl.LightningModule):
         norm_groups: int | None = None,
         shortcut_type: Literal["A", "B", "C"] | None = None,
         zero_init_last_norm: bool | None = None,
-        optimizer: Literal["sgd", "adamw", "rmsprop", "lars"] = "sgd",
-        learning_rate: float = 0.02,
-        momentum: float | None = None,
-        nesterov: bool | None = None,
-        optimizer_options: dict[str, Any] | None = None,
-        weight_decay: float | None = None,
-        l2_regularization: float | None = None,
-        decay_all: bool = False,
-        label_smoothing: float = 0.0,
-        schedule: Literal["const", "stepped", "linear", "cosine", "polynomial", "exponential"] = "linear",
-        warmup_fraction: float | None = None,
-        warmup_epochs: float | None = None,
-        warmup_mode: Literal["shift", "mask"] | None = None,
-        staircase: bool = False,
-        decay_fraction: float | None = None,
-        decay_epochs: float | None = None,
-        final_fraction: float | None = None,
-        power: float | None = None,
-        decay_rate: float | None = None,
-        decay_values: list[float] | None = None,
-        decay_fractions: list[float] | None = None,
-        channels_last: bool = True,
+        **training: Any,
     ) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        if not learning_rate > 0:
-            raise ValueError(f"learning_rate={learning_rate} must be above 0")
-        if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
+        super().__init__(**training)
         if image_size < 1:
             raise ValueError(f"image_size={image_size} must be at least 1 pixel")
-        self._optimizer_options = dict(optimizer_options or {})
-        if own := {"lr", "momentum", "nesterov", "weight_decay", "l2_regularization", "decay_all"} & set(self._optimizer_options):
-            raise ValueError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
-        if momentum is None and optimizer in ("sgd", "lars"):
-            momentum = 0.9
-        if nesterov is None and optimizer == "sgd":
-            nesterov = momentum > 0
-        if weight_decay is None and l2_regularization is None:
-            weight_decay, l2_regularization = (0.01, 0.0) if optimizer == "adamw" else (0.0, 1e-4)
-        self._optimizer_options |= _given(momentum=momentum, nesterov=nesterov)
-        self._optimizer_options |= {"weight_decay": weight_decay or 0.0, "l2_regularization": l2_regularization or 0.0}
-        check_optimizer(optimizer, **self._optimizer_options)
-        self._schedule_options = _given(
-            warmup_fraction=warmup_fraction,
-            warmup_epochs=warmup_epochs,
-            warmup_mode=warmup_mode,
-            staircase=staircase or None,
-            decay_fraction=decay_fraction,
-            decay_epochs=decay_epochs,
-            final_fraction=final_fraction,
-            power=power,
-            decay_rate=decay_rate,
-            decay_values=decay_values,
-            decay_fractions=decay_fractions,
-        )
-        check_schedule(schedule, **self._schedule_options)
-
         if stem is None:
             stem = "cifar" if image_size <= 64 else "imagenet"
         if zero_init_last_norm is None:
             zero_init_last_norm = norm_type != "none"
-        self.network = resnet(
-            str(size),  # YAML reads 20 as a number
-            num_classes=num_classes,
-            in_channels=in_channels,
-            stem=stem,
-            norm=norm_type,
-            norm_groups=norm_groups,
-            shortcut_type=shortcut_type,
-            zero_init_last_norm=zero_init_last_norm,
+        self.use(
+            resnet(
+                str(size),  # YAML reads 20 as a number
+                num_classes=num_classes,
+                in_channels=in_channels,
+                stem=stem,
+                norm=norm_type,
+                norm_groups=norm_groups,
+                shortcut_type=shortcut_type,
+                zero_init_last_norm=zero_init_last_norm,
+            )
         )
-        if channels_last:
-            self.network.to(memory_format=torch.channels_last)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits [batch, num_classes] of normalised images [batch, in_channels, height, width]."""
-        if self.hparams.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return self.network(images)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss, accuracy = self._score(batch, label_smoothing=self.hparams.label_smoothing)
-        for name, value in (("train_loss", loss), ("train_accuracy", accuracy)):
-            self.log(name, value, prog_bar=True, on_step=True, on_epoch=True, batch_size=len(batch[1]))
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
-
-    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Probabilities [batch, num_classes] of images, or of a batch's images; each row sums to 1."""
-        images = batch if isinstance(batch, Tensor) else batch[0]
-        return _at_least_float32(self(images)).softmax(dim=1)
-
-    def _evaluate(self, batch: Batch, split: str) -> None:
-        loss, accuracy = self._score(batch, label_smoothing=0.0)
-        self.log(f"{split}_loss", loss, prog_bar=True, batch_size=len(batch[1]))
-        self.log(f"{split}_accuracy", accuracy, prog_bar=True, batch_size=len(batch[1]))
-
-    def _score(self, batch: Batch, *, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        """Mean loss of a batch and the share of its images that are classified rightly."""
-        images, labels = batch
-        logits = _at_least_float32(self(images))
-        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
-        accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
-        return loss, accuracy
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        """The optimizer, and a schedule that spans the Trainer's weight updates and is stepped with each of them."""
-        options = self.hparams
-        optimizer = build_optimizer(
-            self.network, options.optimizer, lr=options.learning_rate, decay_all=options.decay_all, **self._optimizer_options
-        )
-        total, per_epoch = self.trainer.estimated_stepping_batches, _updates_per_epoch(self.trainer)
-        schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _updates_per_epoch(trainer: pl.Trainer) -> int | None:
-    """Weight updates in an epoch; None for data without a length."""
-    trainer.fit_loop.setup_data()  # at once where that is done
-    batches = trainer.num_training_batches
-    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    """Softmax and loss are taken in 32 bits where the network computes in 16, in 64 where it computes in 64."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))

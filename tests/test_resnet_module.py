@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ipu.classifier import ImageClassifier
 from lightning_ipu.optim import LARS, OPTIMIZERS, parameter_groups
 from lightning_ipu.schedule import SCHEDULES, WARMUP_MODES, cosine, linear, stepped
 from resnet_ipu.module import ResNetModule
@@ -212,7 +213,7 @@ def test_a_checkpoint_rebuilds_the_module_and_its_options(tmp_path):
 
 
 def test_the_signature_is_a_command_line_and_offers_every_legal_value(tmp_path):
-    hints = get_type_hints(ResNetModule.__init__)
+    hints = get_type_hints(ImageClassifier.__init__) | get_type_hints(ResNetModule.__init__)
     for name, legal in (
         ("stem", STEMS),
         ("norm_type", NORMS),

@@ -1,0 +1,180 @@
+"""What the image classifiers have in common: cross-entropy and accuracy, and an optimizer with a schedule in weight updates."""
+
+import math
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_ipu.optim import build_optimizer, check_optimizer
+from lightning_ipu.schedule import build_schedule, check_schedule
+
+Batch = tuple[Tensor, Tensor]  # images [batch, channels, height, width], normalised; labels [batch]
+
+
+class ImageClassifier(pl.LightningModule):
+    """Trains the ``network`` that a subclass sets; logs train_, val_ and test_ loss and accuracy (0 to 1).
+
+    Args:
+        optimizer: sgd, adamw, rmsprop or lars.
+        learning_rate: multiplied by the schedule.
+        momentum: of sgd, lars and rmsprop; null is 0.9 for the first two and 0 for rmsprop.
+        nesterov: Nesterov's momentum, of sgd; null is true where there is momentum.
+        optimizer_options: further ones by name: dampening (sgd), betas, eps, amsgrad (adamw), alpha, eps, centered (rmsprop),
+            trust_coefficient, eps (lars).
+        weight_decay: λ of decoupled decay of the weights w of convolutions and the linear head: the update is -lr·(O(g) + λ·w), where O
+            is the optimizer's direction; null is 0, for adamw without l2_regularization 0.01.
+        l2_regularization: λ of the L2 penalty on them, which goes through the optimizer: -lr·O(g + λ·w); null is 0, and where
+            weight_decay is null too 1e-4, but not for adamw.
+        decay_all: both on norms and biases as well.
+        label_smoothing: share of the target spread evenly over the classes; in training only.
+        schedule: linear, cosine, polynomial or exponential (after a warm-up), stepped or const; moves with every weight update.
+        warmup_fraction: share of the run in which the rate rises; null is 0.2, for stepped and const 0.
+        warmup_epochs: the same in epochs.
+        warmup_mode: shift (the default) begins the decay after the warm-up, mask with the run.
+        staircase: hold the rate over every epoch.
+        decay_fraction: share of the run that linear, cosine, polynomial and exponential take to reach their end; null is what the
+            warm-up leaves, with warmup_mode mask all.
+        decay_epochs: the same in epochs.
+        final_fraction: of the learning rate, at their end; null is 0.02.
+        power: of polynomial; null is 2.
+        decay_rate: what exponential multiplies the rate by over an epoch, in place of its end.
+        decay_values: multipliers of the learning rate for stepped; null is 1, 0.1, 0.01.
+        decay_fractions: shares of the run after which stepped takes the next value; null is 0.5, 0.75.
+        mirror_evaluation: average the logits of an image and of its mirror image in validation, test and prediction.
+        channels_last: keep images and weights in memory pixel by pixel, which is faster on most devices; moves last bits only.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or means nothing beside another one.
+    """
+
+    network: nn.Module
+
+    def __init__(
+        self,
+        *,
+        optimizer: Literal["sgd", "adamw", "rmsprop", "lars"] = "sgd",
+        learning_rate: float = 0.02,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        optimizer_options: dict[str, Any] | None = None,
+        weight_decay: float | None = None,
+        l2_regularization: float | None = None,
+        decay_all: bool = False,
+        label_smoothing: float = 0.0,
+        schedule: Literal["const", "stepped", "linear", "cosine", "polynomial", "exponential"] = "linear",
+        warmup_fraction: float | None = None,
+        warmup_epochs: float | None = None,
+        warmup_mode: Literal["shift", "mask"] | None = None,
+        staircase: bool = False,
+        decay_fraction: float | None = None,
+        decay_epochs: float | None = None,
+        final_fraction: float | None = None,
+        power: float | None = None,
+        decay_rate: float | None = None,
+        decay_values: list[float] | None = None,
+        decay_fractions: list[float] | None = None,
+        mirror_evaluation: bool = False,
+        channels_last: bool = True,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()  # the subclass's arguments too
+        if not learning_rate > 0:
+            raise ValueError(f"learning_rate={learning_rate} must be above 0")
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
+        self._optimizer_options = dict(optimizer_options or {})
+        if own := {"lr", "momentum", "nesterov", "weight_decay", "l2_regularization", "decay_all"} & set(self._optimizer_options):
+            raise ValueError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
+        if momentum is None and optimizer in ("sgd", "lars"):
+            momentum = 0.9
+        if nesterov is None and optimizer == "sgd":
+            nesterov = momentum > 0
+        if weight_decay is None and l2_regularization is None:
+            weight_decay, l2_regularization = (0.01, 0.0) if optimizer == "adamw" else (0.0, 1e-4)
+        self._optimizer_options |= _given(momentum=momentum, nesterov=nesterov)
+        self._optimizer_options |= {"weight_decay": weight_decay or 0.0, "l2_regularization": l2_regularization or 0.0}
+        check_optimizer(optimizer, **self._optimizer_options)
+        self._schedule_options = _given(
+            warmup_fraction=warmup_fraction,
+            warmup_epochs=warmup_epochs,
+            warmup_mode=warmup_mode,
+            staircase=staircase or None,
+            decay_fraction=decay_fraction,
+            decay_epochs=decay_epochs,
+            final_fraction=final_fraction,
+            power=power,
+            decay_rate=decay_rate,
+            decay_values=decay_values,
+            decay_fractions=decay_fractions,
+        )
+        check_schedule(schedule, **self._schedule_options)
+
+    def use(self, network: nn.Module) -> None:
+        """Make ``network``, from images [batch, channels, height, width] to logits [batch, classes], the one that is trained."""
+        self.network = network
+        if self.hparams.channels_last:
+            network.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [batch, classes] of normalised images [batch, channels, height, width]."""
+        if self.hparams.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return self.network(images)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        images, labels = batch
+        return self._log(at_least_float32(self(images)), labels, "train", label_smoothing=self.hparams.label_smoothing)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log(self._evaluate(batch[0]), batch[1], "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log(self._evaluate(batch[0]), batch[1], "test")
+
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
+        """Probabilities [batch, classes] of images, or of a batch's images; each row sums to 1."""
+        return self._evaluate(batch if isinstance(batch, Tensor) else batch[0]).softmax(dim=1)
+
+    def _evaluate(self, images: Tensor) -> Tensor:
+        """Logits [batch, classes], in at least 32 bits."""
+        if not self.hparams.mirror_evaluation:
+            return at_least_float32(self(images))
+        as_they_are, mirrored = at_least_float32(self(torch.cat([images, images.flip(3)]))).chunk(2)  # one call, as a pipeline demands
+        return (as_they_are + mirrored) / 2
+
+    def _log(self, logits: Tensor, labels: Tensor, split: str, *, label_smoothing: float = 0.0) -> Tensor:
+        """Log the mean loss of a batch and the share of its images that are classified rightly; returns the loss."""
+        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+        accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
+        for name, value in (("loss", loss), ("accuracy", accuracy)):
+            self.log(f"{split}_{name}", value, prog_bar=True, on_step=split == "train", on_epoch=True, batch_size=len(labels))
+        return loss
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """The optimizer, and a schedule that spans the Trainer's weight updates and is stepped with each of them."""
+        options = self.hparams
+        optimizer = build_optimizer(
+            self.network, options.optimizer, lr=options.learning_rate, decay_all=options.decay_all, **self._optimizer_options
+        )
+        total, per_epoch = self.trainer.estimated_stepping_batches, updates_per_epoch(self.trainer)
+        schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def updates_per_epoch(trainer: pl.Trainer) -> int | None:
+    """Weight updates in an epoch; None for data without a length."""
+    trainer.fit_loop.setup_data()  # at once where that is done
+    batches = trainer.num_training_batches
+    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Losses are taken in 32 bits where the network computes in 16, in 64 where it computes in 64."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
