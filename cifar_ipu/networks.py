@@ -59,14 +59,13 @@ def _original(*, num_classes: int, in_channels: int, image_size: int, extra: boo
 class WhiteningConv2d(nn.Conv2d):
     """Convolution whose filters are the principal directions of the images' patches, each twice with either sign, scaled to variance 1.
 
-    ``fit`` takes them from images; they are not trained, the biases are. ``kernel_size`` pixels a side, no padding:
-    2 x in_channels x kernel_size squared channels come out.
+    ``fit`` takes them from images. Nothing here is trained, so that the backward pass, which would be dearest at full size, ends behind
+    it. ``kernel_size`` pixels a side, no padding: 2 x in_channels x kernel_size squared channels come out.
     """
 
     def __init__(self, in_channels: int, kernel_size: int) -> None:
-        super().__init__(in_channels, 2 * in_channels * kernel_size**2, kernel_size)
+        super().__init__(in_channels, 2 * in_channels * kernel_size**2, kernel_size, bias=False)
         self.weight.requires_grad = False
-        nn.init.zeros_(self.bias)
 
     @torch.no_grad()
     def fit(self, images: Tensor, *, eps: float = 5e-4) -> None:
