@@ -8,7 +8,6 @@ from __future__ import annotations
 LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main module says so
 
 import os  # noqa: E402
-import re  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
@@ -34,7 +33,7 @@ SHARD_POSITIONS = {"keras": 6, "estimator": 7, "whitened": 3}  # behind the firs
 
 BATCH_SIZES = {"original": {"keras": 32, "estimator": 16}, "fast": {"keras": 64, "estimator": 64, "whitened": 128}}
 EPOCHS = {"keras": 100, "estimator": 150}  # of the original recipe
-EPOCHS_IN_A_HURRY, EPOCHS_ON_SAMPLE = 10, 10
+EPOCHS_IN_A_HURRY, EPOCHS_ON_SAMPLE = 12, 10
 ACCUMULATION_IN_A_PIPELINE = 8
 ITERATIONS, ITERATIONS_WHEN_PROFILED = 50, 10
 
@@ -51,7 +50,6 @@ _ORIGINAL = {
 }
 _FAST = {
     "data.augment": True,
-    "data.crop_padding": 2,
     "data.scaling": "standard",
     "model.label_smoothing": 0.1,
     "model.schedule": "linear",
@@ -113,13 +111,12 @@ OPTIONS = (
     Option(name="--model_shard_position", group=_PLAN, type=positive(), help="the original's spelling of it"),
     Option(name="--pipeline-splits", group=_PLAN, type=cli.names, metavar="NAMES", excludes="--model-shard-position", help="layers that each begin a new stage, such as network.conv3,network.dense1"),
     Option(name="--pipeline-schedule", group=_PLAN, type=choice("1F1B", "GPipe", "Sequential", "Interleaved", "Grouped"), shown="1F1B", help="order of work in a pipeline; Interleaved is 1F1B, Grouped, the original's, is GPipe"),
-    Option(name="--recompute", group=_PLAN, type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
     Option(name="--batches-per-step", group=_PLAN, key="trainer.strategy.device_iterations", type=positive(), shown=f"{ITERATIONS}; {ITERATIONS_WHEN_PROFILED} with --profile; original: 100", help="D, weight updates per host step at most"),
     Option(name="--precision", group=_PLAN, key="precision", type=cli.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
     Option(name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of initial weights, order, augmentation and dropout"),
     #
     Option(name="--recipe", group=_TRAINING, type=choice(*RECIPES), default="original", help="original: SGD, 0.01, no augmentation, pixels from 0 to 1; fast: a rate that rises and falls, label smoothing, crops and flips, few epochs"),
-    Option(name="--epochs", group=_TRAINING, key="epochs", type=positive(float), metavar="X", shown=f"keras 100, estimator 150; {EPOCHS_IN_A_HURRY} with --recipe fast or on SAMPLE", help="passes over the training set; fractions are turned into weight updates"),
+    Option(name="--epochs", group=_TRAINING, key="epochs", type=positive(float), metavar="X", shown=f"keras 100, estimator 150; {EPOCHS_IN_A_HURRY} with --recipe fast; {EPOCHS_ON_SAMPLE} on SAMPLE", help="passes over the training set; fractions are turned into weight updates"),
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice("sgd", "adamw", "rmsprop", "lars"), shown="sgd; fast keras and estimator: adamw", help="optimizer"),
     Option(name="--learning-rate", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="original 0.01; fast 0.2, for adamw 0.002", help="learning rate at the schedule's height"),
     Option(name="--momentum", group=_TRAINING, key="model.momentum", type=positive(float, zero=True), metavar="X", shown="original 0, fast 0.9", help="of sgd, Nesterov's; of rmsprop and lars"),
@@ -139,6 +136,7 @@ OPTIONS = (
     Option(name="--summary-interval", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="weight updates between rows of metrics.csv; original: 1"),
     Option(name="--model-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one"),
     Option(name="--profile", group=_RUN, type=bool, help="write train_report.txt and eval_report.txt into --model-dir: which operators took how long"),
+    *cli.CHECKPOINT_OPTIONS,
 )  # fmt: skip
 
 # Beside --test-only: the checkpoint knows the rest, and what is given of it is listed as having no effect.
@@ -156,8 +154,12 @@ def settle(given: dict[str, Any]) -> list[str]:
     if testing:
         given = {name: value for name, value in given.items() if name in _OF_A_TEST}
         settings = cli.settings_of(given, [option for option in OPTIONS if option.dest in given])
-        settings["ckpt_path"] = str(latest_checkpoint(Path(given.get("model_dir", "results"))))
-        settings["trainer.default_root_dir"] = given.get("model_dir", "results")
+        directory = settings["trainer.default_root_dir"] = cli.output_directory(given)
+        if not any(Path(directory, "checkpoints").glob("*.ckpt")):
+            raise UsageError(
+                f"--test-only: there is no checkpoint in {directory}/checkpoints; train first, or give the --model-dir of a run"
+            )
+        settings["ckpt_path"] = "last"
     else:
         settings = cli.settings_of(given, OPTIONS)
         network = _settle_recipe(given, settings)
@@ -241,8 +243,6 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any], *, network: st
         strategy["num_stages"] = stages
     if stages > 1:
         strategy["pipeline_schedule"] = given.get("pipeline_schedule", "1F1B") if pipeline else "Sequential"
-    if "recompute" in given:
-        strategy["recompute"] = True
     settings |= {f"trainer.strategy.{name}": value for name, value in strategy.items()}
     if "processes" in given:
         try:
@@ -264,17 +264,6 @@ def _split_at(given: dict[str, Any], *, network: str) -> list[str] | None:
             f"--model-shard-position {position}: the layers of {network} that can begin a second stage are 1 to {len(layers) - 1}"
         )
     return [f"network.{layers[position]}"]
-
-
-def latest_checkpoint(folder: Path) -> Path:
-    """The checkpoint in a --model-dir, or in its ``checkpoints/``, with the most weight updates; raises UsageError if there is none."""
-    for place in (folder / "checkpoints", folder):
-        if (last := place / "last.ckpt").is_file():
-            return last
-        numbered = {path: int(number[1]) for path in place.glob("*.ckpt") if (number := re.search(r"update(\d+)", path.name))}
-        if numbered:
-            return max(numbered, key=lambda path: (numbered[path], path.name))
-    raise UsageError(f"--test-only: there is no checkpoint in {folder / 'checkpoints'}; train first, or give the --model-dir of a run")
 
 
 # -- what needs torch ---------------------------------------------------------------------------------------------------------
@@ -304,7 +293,7 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         arguments = ["test", *arguments[1:]]
         if idle := [option.name for option in OPTIONS if option.dest in given and option.dest not in _OF_A_TEST]:
             print(f"cifar_ipu: --test-only scores a checkpoint as it was trained; of no effect beside it: {', '.join(idle)}")
-    return run_command(command, arguments, validate="validation_split" in given, test=short and "train_only" not in given)
+    return run_command(command, arguments, validate=short, test=short and "train_only" not in given)
 
 
 def _facts(line: CommandLine) -> list[tuple[str, str]]:

@@ -120,7 +120,7 @@ class Scale(nn.Module):
 
 
 def whitened_cnn(
-    *, num_classes: int = 10, in_channels: int = 3, image_size: int = 32, widths: tuple[int, int, int] = (64, 128, 256), depth: int = 2
+    *, num_classes: int = 10, in_channels: int = 3, image_size: int = 32, widths: tuple[int, int, int] = (32, 128, 256), depth: int = 2
 ) -> nn.Sequential:
     """Whitening, three groups of ``depth`` convolutions with ``widths`` channels, maximum over the image, linear head.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from typing_extensions import override
 
 from cosmoflow_ipu.networks import network as build_network
 from cosmoflow_ipu.universe import CENTRE, PARAMETERS, SYMBOLS, to_physical
+from lightning_ipu.classifier import at_least_float32, updates_per_epoch
 from lightning_ipu.schedule import build_schedule, check_schedule
 
 Batch = tuple[Tensor, Tensor]  # counts [batch, channels, size, size, size] int16; targets [batch, 4] from -1 to 1
@@ -205,12 +205,12 @@ class CosmoFlowModule(pl.LightningModule):
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Parameters [batch, 4] of volumes, or of a batch's volumes; see `predict_units`."""
         counts = batch if isinstance(batch, Tensor) else batch[0]
-        predictions = _at_least_float32(self(counts))
+        predictions = at_least_float32(self(counts))
         return predictions if self.hparams.predict_units == "unit" else to_physical(predictions, spread=self.hparams.physical_spread)
 
     def _predict(self, batch: Batch) -> Batch:
         counts, targets = batch
-        predictions = _at_least_float32(self(counts))
+        predictions = at_least_float32(self(counts))
         return predictions, targets.to(predictions.dtype)
 
     def _evaluate(self, batch: Batch, split: str) -> None:
@@ -263,7 +263,7 @@ class CosmoFlowModule(pl.LightningModule):
             momentum = {"momentum": default if options.momentum is None else options.momentum}
         optimizer = OPTIMIZERS[options.optimizer](groups, lr=options.learning_rate, **momentum)
         total = self.trainer.estimated_stepping_batches
-        per_epoch = _updates_per_epoch(self.trainer) if "warmup_epochs" in self._schedule_options else None
+        per_epoch = updates_per_epoch(self.trainer) if "warmup_epochs" in self._schedule_options else None
         schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -291,13 +291,6 @@ class Report(Callback):
         draw_predictions(predictions, targets, path=Path(trainer.default_root_dir) / f"{name}.png", spread=module.hparams.physical_spread)
 
 
-def _updates_per_epoch(trainer: pl.Trainer) -> int | None:
-    """Weight updates in an epoch; None for data without a length."""
-    trainer.fit_loop.setup_data()  # at once where that is done
-    batches = trainer.num_training_batches
-    return math.ceil(batches / trainer.accumulate_grad_batches) if math.isfinite(batches) else None
-
-
 def mae_line(metrics: dict[str, float], prefix: str, *, spread: float | None) -> str:
     """Mean absolute errors in one line: their mean and each parameter's, in physical units too where the spread is known."""
     errors = [metrics[f"{prefix}_mae_{name}"] for name in PARAMETERS]
@@ -305,8 +298,3 @@ def mae_line(metrics: dict[str, float], prefix: str, *, spread: float | None) ->
     if spread:
         parts += f" (± {', '.join(f'{error * spread * centre:.2g}' for error, centre in zip(errors, CENTRE, strict=True))})"
     return f"MAE {metrics[f'{prefix}_mae']:.4f}: {parts}; R² {metrics[f'{prefix}_r2']:.3f}"
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    """Errors are taken in 32 bits where the network computes in 16, in 64 where it computes in 64."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
