@@ -281,7 +281,7 @@ def test_a_generated_run_learns_its_classes(run):
     assert status == 0 and "synthetic class patterns" in output and "60,000 to train on, 10,000 to test on" in output
     with open("results/metrics.csv", newline="") as file:
         losses = [float(row["train_loss_step"]) for row in csv.DictReader(file) if row["train_loss_step"]]
-    assert losses[0] > 2 and losses[-1] < 1.5
+    assert losses[0] > 2.2 and losses[-1] < 1.9
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
