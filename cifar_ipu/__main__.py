@@ -140,7 +140,7 @@ OPTIONS = (
 )  # fmt: skip
 
 # Beside --test-only: the checkpoint knows the rest, and what is given of it is listed as having no effect.
-_OF_A_TEST = {"dataset", "data_dir", "generated_data", "precision", "mirror_evaluation", "processes", "device", "threads"} | {
+_OF_A_TEST = {"dataset", "data_dir", "generated_data", "precision", "mirror_evaluation", "device", "threads"} | {
     "no_allocator_setting", "model_dir", "profile", "test_only", "no_channels_last"
 }  # fmt: skip
 
@@ -169,8 +169,6 @@ def settle(given: dict[str, Any]) -> list[str]:
         if given.get("dataset") == "SAMPLE":
             raise UsageError("--generated-data and --dataset SAMPLE exclude each other: the sample is real images")
         settings |= {"data.synthetic": "host", "data.augment": False}
-    if "mirror_evaluation" in given and given.get("dataset") == "MNIST":
-        raise UsageError("--mirror-evaluation means nothing on MNIST: a mirrored digit is another one, or none")
     if "no_channels_last" in given:
         settings["model.channels_last"] = False
     if "no_allocator_setting" in given:

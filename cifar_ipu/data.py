@@ -823,6 +823,11 @@ class ImageDataModule(pl.LightningDataModule):
         return "SAMPLE (2,000 + 500 Fashion-MNIST images)" if self.used_sample else self.dataset_name
 
     @property
+    def mirrors(self) -> bool:
+        """Whether a mirrored image still shows its class."""
+        return self.synthesis is None and DATA_SETS[self.dataset_name].flip
+
+    @property
     def caveat(self) -> str | None:
         """What figures from these images are not, in one line; None where nothing needs to be said."""
         if not self.used_sample:

@@ -38,6 +38,7 @@ class CIFARModule(ImageClassifier):
 
     def setup(self, stage: str) -> None:
         """Before training, fit a whitening convolution to training images; a checkpoint that is continued overwrites it with its own."""
+        super().setup(stage)
         layers = [layer for layer in self.network if isinstance(layer, WhiteningConv2d)]
         if stage != "fit" or not layers:
             return

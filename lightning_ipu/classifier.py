@@ -112,6 +112,14 @@ class ImageClassifier(pl.LightningModule):
         )
         check_schedule(schedule, **self._schedule_options)
 
+    def setup(self, stage: str) -> None:
+        """Refuse to score mirror images of what, mirrored, is something else; the data module says so by an attribute ``mirrors``."""
+        data = getattr(self.trainer, "datamodule", None)
+        if self.hparams.mirror_evaluation and not getattr(data, "mirrors", True):
+            raise ValueError(
+                f"mirror_evaluation=True makes no sense with {data.description}: a mirrored image is of another class, or of none"
+            )
+
     def use(self, network: nn.Module) -> None:
         """Make ``network``, from images [batch, channels, height, width] to logits [batch, classes], the one that is trained."""
         self.network = network

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from jsonargparse import ArgumentError
-from jsonargparse.typing import PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -150,13 +150,13 @@ class CommandLine(LightningCLI):
         )
         parser.add_argument(
             "--epochs",
-            type=float | None,
+            type=PositiveFloat | None,
             help="passes over the training set, fractions allowed: with one the run ends after round(epochs x weight updates per epoch)."
             " In place of trainer.max_epochs; saved as what it comes to.",
         )
         parser.add_argument(
             "--log_interval",
-            type=float | None,
+            type=PositiveFloat | None,
             help="seconds between lines that say how far a run is; null is 10, and beside a terminal's moving line none",
         )
         parser.add_function_arguments(set_up_machine, "machine")
@@ -319,8 +319,8 @@ class CommandLine(LightningCLI):
             raise MisconfigurationException(
                 f"epochs={epochs:g} and trainer.max_epochs, max_steps or max_time say different things; give one"
             )
-        if not 0 < epochs < float("inf"):
-            raise MisconfigurationException(f"epochs={epochs:g} must be above 0")
+        if epochs == float("inf"):
+            raise MisconfigurationException("epochs=inf has no end; give trainer.max_epochs=-1 for a run that is to be stopped by hand")
         if epochs == int(epochs):
             return {"max_epochs": int(epochs)}, f"{int(epochs):,}"
         if trainer.limit_train_batches not in (None, 1.0):

@@ -128,7 +128,7 @@ def test_every_option_of_the_originals_is_known_and_names_are_those_of_the_code(
         ("--crop-padding 2", "--crop-padding 2 needs --augmentation"),
         ("--generated-data --augmentation", "--augmentation and --generated-data exclude each other"),
         ("--generated-data --dataset SAMPLE", "--generated-data and --dataset SAMPLE exclude each other"),
-        ("--mirror-evaluation --dataset mnist", "--mirror-evaluation means nothing on MNIST"),
+        ("--mirror-evaluation --generated-data", "mirror_evaluation=True makes no sense with synthetic class patterns"),
         ("--optimizer lars", "--optimizer lars needs --learning-rate: the recipe's is for sgd"),
         ("--pipeline-splits network.conv9 --dataset SAMPLE", "pipeline_splits='network.conv9' is no submodule"),
         ("--momentum 1 --dataset SAMPLE", "momentum=1.0 must be at least 0 and below 1"),

@@ -352,6 +352,24 @@ def test_constants_are_those_of_all_pixels_and_normalise_the_sample():
     assert torch.allclose(normalised[:5], (images[:5] / 255 - 0.2860) / 0.3530, atol=1e-6)
 
 
+def test_scaling_border_and_shown_images_are_those_that_were_asked_for():
+    images, _ = load_images("SAMPLE", data_dir="unused")["train"]
+    plain = ImageDataModule(dataset="SAMPLE", validation_split=0, augment=False, scaling="unit")
+    shown = plain.sample_images(7)
+    torch.testing.assert_close(shown, images[:7] / 255)
+    assert len(plain.sample_images(9_999)) == 2_000 and plain.mirrors
+    for padding in (0, 1):
+        module = ImageDataModule(dataset="SAMPLE", validation_split=0, scaling="unit", crop_padding=padding)
+        for seen, image in zip(module.sample_images(7), shown, strict=True):
+            around = torch.nn.functional.pad(image, (padding,) * 4)
+            places = [around[:, y : y + 28, x : x + 28] for y in range(2 * padding + 1) for x in range(2 * padding + 1)]
+            assert any(torch.equal(seen, crop) or torch.equal(seen, crop.flip(2)) for crop in places)
+    assert not ImageDataModule(dataset="MNIST").mirrors and not ImageDataModule(dataset="CIFAR-10", synthetic="host").mirrors
+    for options, message in (({"crop_padding": -1}, "crop_padding: -1"), ({"scaling": "z"}, "scaling: 'z' is unknown; legal are")):
+        with pytest.raises(ValueError, match=message):
+            ImageDataModule(dataset="SAMPLE", **options)
+
+
 def test_the_sample_is_balanced_and_its_parts_share_no_image():
     splits = load_images("SAMPLE", data_dir="unused")
     train, test = ({image.numpy().tobytes() for image in splits[split][0]} for split in ("train", "test"))

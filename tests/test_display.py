@@ -41,8 +41,11 @@ class Slow(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _run(directory, *, samples: int, console: Console, seconds: float = 0.0, epochs: int = 1, **plan: int) -> RunDisplay:
-    shown = RunDisplay(title="test", facts=[("network", "one weight"), ("device", "CPU")], console=console)
+def _run(
+    directory, *, samples: int, console: Console, seconds: float = 0.0, epochs: int = 1, log_interval: float | None = None, **plan: int
+) -> RunDisplay:
+    facts = [("network", "one weight"), ("device", "CPU")]
+    shown = RunDisplay(title="test", facts=facts, console=console, log_interval=log_interval)
     trainer = pl.Trainer(
         strategy=IPUStrategy(**plan),
         accelerator="cpu",
@@ -90,6 +93,16 @@ def test_plain_lines_come_now_and_then_within_one_host_step(tmp_path, monkeypatc
     assert len(seen) >= 3 and seen == sorted(seen) and 0 < seen[0] < seen[-1] < 20
     assert re.search(r"lr 0\.1 · \d+\.\d samples/s · \d+\.\d s left", text.getvalue())
     assert not [thread for thread in threading.enumerate() if thread.name == "progress lines"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_come_as_often_as_they_were_asked_for_on_a_terminal_too(tmp_path, terminal):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=120)
+    _run(tmp_path, samples=40, console=console, seconds=0.02, log_interval=0.1, device_iterations=20)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue()).replace("\r", "\n")
+    lines = re.findall(r"^epoch 1/1 · update \d+/20 · loss", shown, re.M)
+    assert 2 <= len(lines) <= 8  # of a host step that takes at least 0.4 s
 
 
 def test_on_a_terminal_the_bar_moves_within_one_host_step(tmp_path, monkeypatch):
