@@ -190,21 +190,21 @@ def _settle_recipe(given: dict[str, Any], settings: dict[str, Any]) -> str:
             raise UsageError(f"--optimizer {given['optimizer']} needs --learning-rate: the recipe's is for {training['model.optimizer']}")
         for name in ("momentum", "l2_regularization", "weight_decay"):
             training.pop(f"model.{name}", None)
-    if "lr_schedule" in given and (given["lr_schedule"] == "const") != (training["model.schedule"] == "const"):
+    if given.get("lr_schedule") == "const":
         for name in ("warmup_fraction", "final_fraction"):
             training.pop(f"model.{name}", None)
     for option in OPTIONS:
         if option.key in training and option.dest in given:
             del training[option.key]
     settings |= {**training, "model.network": network}
-    if "augmentation" in given or "no_augmentation" in given:
+    if "generated_data" in given and "augmentation" in given:
+        raise UsageError("--augmentation and --generated-data exclude each other: generated images cannot be augmented")
+    if "augmentation" in given or "no_augmentation" in given or "generated_data" in given:
         settings["data.augment"] = "augmentation" in given
     if settings["data.augment"]:
         settings["data.crop_padding"] = given.get("crop_padding", 2)
     elif "crop_padding" in given:
-        raise UsageError(f"--crop-padding {given['crop_padding']} needs --augmentation")
-    if "generated_data" in given and "augmentation" in given:
-        raise UsageError("--augmentation and --generated-data exclude each other: generated images cannot be augmented")
+        raise UsageError(f"--crop-padding {given['crop_padding']} needs --augmentation, of images that are not generated")
     return network
 
 

@@ -126,6 +126,7 @@ def test_every_option_of_the_originals_is_known_and_names_are_those_of_the_code(
         ("--pipeline-schedule GPipe", "--pipeline-schedule GPipe needs --pipeline"),
         ("--replicas 3 --processes 2", "--processes: .*3"),
         ("--crop-padding 2", "--crop-padding 2 needs --augmentation"),
+        ("--recipe fast --crop-padding 1 --generated-data", "--crop-padding 1 needs --augmentation, of images that are not generated"),
         ("--generated-data --augmentation", "--augmentation and --generated-data exclude each other"),
         ("--generated-data --dataset SAMPLE", "--generated-data and --dataset SAMPLE exclude each other"),
         ("--mirror-evaluation --generated-data", "mirror_evaluation=True makes no sense with synthetic class patterns"),
