@@ -36,6 +36,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from cifar_ipu.augment import ImageAugmentation
+
 PADDING = 4  # pixels of zero border around an image before its random crop, where nothing else is said
 NETWORK_TIMEOUT = 10.0  # seconds without an answer after which a server counts as not there
 
@@ -570,13 +572,24 @@ class ImageDataset(Dataset):
     randomness is a pure function of (seed, epoch, index).
     """
 
-    def __init__(self, *, images: Tensor, labels: Tensor, rows: np.ndarray, augment: bool, flip: bool, padding: int = PADDING) -> None:
+    def __init__(
+        self,
+        *,
+        images: Tensor,
+        labels: Tensor,
+        rows: np.ndarray,
+        augment: bool,
+        flip: bool,
+        padding: int = PADDING,
+        augmentation: ImageAugmentation | None = None,
+    ) -> None:
         self.images = images  # (N, C, H, W) uint8, channels_last; shared by the training and the validation part
         self.labels = labels  # (N,) int64
         self.rows = torch.from_numpy(rows)  # this data set's sample i is row rows[i]
         self.augment = augment
         self.flip = flip
         self.padding = padding
+        self.augmentation = augmentation  # of single images, after crop and flip
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -588,6 +601,8 @@ class ImageDataset(Dataset):
         if self.augment:
             word = torch.randint(-(1 << 63), (1 << 63) - 1, (1,)).numpy().view(np.uint64)
             image = random_crop_and_flip(image.unsqueeze(0), word, flip=self.flip, padding=self.padding)[0]
+            if self.augmentation:
+                image = self.augmentation(image, seed=int(torch.randint(1 << 62, ())), epoch=0, index=int(index))
         return image, self.labels[row]
 
     def seeded_batch(self, indices: Sequence[int], *, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
@@ -599,6 +614,12 @@ class ImageDataset(Dataset):
         if self.augment:
             words = random_words(seed, epoch, indices=indices)
             images = random_crop_and_flip(images, words, flip=self.flip, padding=self.padding)
+            if self.augmentation:
+                augmented = (
+                    self.augmentation(image, seed=seed, epoch=epoch, index=index)
+                    for image, index in zip(images, indices.tolist(), strict=True)
+                )
+                images = torch.stack(list(augmented)).contiguous(memory_format=torch.channels_last)
         return images, self.labels[torch.from_numpy(rows)]
 
 
@@ -701,6 +722,10 @@ class ImageDataModule(pl.LightningDataModule):
             None is on for real images and off for synthetic ones, which cannot be augmented.
         crop_padding: Width of that border in pixels; 0 leaves the flips alone.
         scaling: "standard" brings the pixels of each channel to mean 0 and deviation 1 over the training set, "unit" to 0 to 1.
+        auto_augment: After crop and flip, randaugment (two random operations) or trivialaugment (one).
+        randaugment_magnitude: Of randaugment's operations, 0 to 30; None is 9.
+        color_jitter: By what share brightness, contrast and saturation vary each.
+        random_erasing: Probability that a rectangle is filled with the data set's mean colour.
         validation_split: How much of the training set to hold out: a fraction below 1 or a number of images; 0 holds out none, and unless
             `validation_on_test` is given there is then no validation. None is 0.1 (0 for SAMPLE and with `validation_on_test`).
         validation_on_test: Validate on the test set. Its score is then no longer that of unseen data if anything is chosen by it.
@@ -729,6 +754,10 @@ class ImageDataModule(pl.LightningDataModule):
         augment: bool | None = None,
         crop_padding: int = PADDING,
         scaling: Literal["standard", "unit"] = "standard",
+        auto_augment: Literal["randaugment", "trivialaugment"] | None = None,
+        randaugment_magnitude: int | None = None,
+        color_jitter: float | None = None,
+        random_erasing: float | None = None,
         validation_split: int | float | None = None,
         validation_on_test: bool = False,
         synthetic: Literal["host", "ipu"] | None = None,
@@ -762,6 +791,11 @@ class ImageDataModule(pl.LightningDataModule):
             raise ValueError(f"{option}: {value!r} needs synthetic='host' or 'ipu'; real images have their own")
         if synthetic is not None and augment:
             raise ValueError("augment: synthetic images cannot be augmented; leave it out or set it to false")
+        single = {"auto_augment": auto_augment, "color_jitter": color_jitter, "random_erasing": random_erasing}
+        for option, value in single.items():
+            if value is not None and (synthetic is not None or augment is False):
+                why = "synthetic images cannot be augmented" if synthetic else "augment is false, which switches all augmentation off"
+                raise ValueError(f"{option}: {value} makes no sense: {why}")
         self.data_dir = Path(data_dir).expanduser()
         self.micro_batch_size = micro_batch_size
         self.eval_batch_size = eval_batch_size or micro_batch_size
@@ -780,6 +814,7 @@ class ImageDataModule(pl.LightningDataModule):
         self.image_size = synthetic_image_size or facts.image_size
         self.synthesis = None
         self.mean, self.std = facts.mean, facts.std
+        self.augmentation = ImageAugmentation(**single, magnitude=randaugment_magnitude, fill=facts.mean)
         available, self.num_test_samples = sum(facts.train_counts), sum(facts.test_counts)
         if synthetic is not None:
             self.synthesis = Synthesis(
@@ -858,7 +893,7 @@ class ImageDataModule(pl.LightningDataModule):
             images, labels = splits["train"]
             make = partial(ImageDataset, flip=DATA_SETS[self.dataset_name].flip, padding=self.crop_padding)
             test = make(images=splits["test"][0], labels=splits["test"][1], rows=test_rows, augment=False)
-            make_train = partial(make, images=images, labels=labels, augment=self.augment)
+            make_train = partial(make, images=images, labels=labels, augment=self.augment, augmentation=self.augmentation)
             make_validation = partial(make, images=images, labels=labels, augment=False)
         kept, held_out = _split(labels.numpy(), self._held_out, seed=self.seed)
         parts = {"train": make_train(rows=kept), "test": test}

@@ -383,6 +383,8 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words and words[0] in ("generate", "show"):
         return _other(words[0], words[1:])
+    if words[:1] == ["average"]:
+        return cli.average(words[1:], prog="cosmoflow_ipu", version=_version)
     if not words or words[0] not in cli.SUBCOMMANDS:
         words = _with_named_config(words)
     parser = cli.build_parser(prog="cosmoflow_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)

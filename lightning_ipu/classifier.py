@@ -18,17 +18,19 @@ class ImageClassifier(pl.LightningModule):
     """Trains the ``network`` that a subclass sets; logs train_, val_ and test_ loss and accuracy (0 to 1).
 
     Args:
-        optimizer: sgd, adamw, rmsprop or lars.
+        optimizer: sgd, adamw, rmsprop, lars or lamb.
         learning_rate: multiplied by the schedule.
         momentum: of sgd, lars and rmsprop; null is 0.9 for the first two and 0 for rmsprop.
         nesterov: Nesterov's momentum, of sgd; null is true where there is momentum.
         optimizer_options: further ones by name: dampening (sgd), betas, eps, amsgrad (adamw), alpha, eps, centered (rmsprop),
-            trust_coefficient, eps (lars).
+            trust_coefficient, eps (lars), betas, eps (lamb).
         weight_decay: λ of decoupled decay of the weights w of convolutions and the linear head: the update is -lr·(O(g) + λ·w), where O
-            is the optimizer's direction; null is 0, for adamw without l2_regularization 0.01.
+            is the optimizer's direction; null is 0, for adamw and lamb without l2_regularization 0.01.
         l2_regularization: λ of the L2 penalty on them, which goes through the optimizer: -lr·O(g + λ·w); null is 0, and where
-            weight_decay is null too 1e-4, but not for adamw.
+            weight_decay is null too 1e-4, but not for adamw and lamb.
         decay_all: both on norms and biases as well.
+        loss: cross_entropy, or bce: every class a decision of its own, whose target in a mixed image is 1 for both its classes
+            (Wightman, Touvron and Jégou, https://arxiv.org/abs/2110.00476); averaged over classes and images.
         label_smoothing: share of the target spread evenly over the classes; in training only.
         schedule: linear, cosine, polynomial or exponential (after a warm-up), stepped or const; moves with every weight update.
         warmup_fraction: share of the run in which the rate rises; null is 0.2, for stepped and const 0.
@@ -55,7 +57,7 @@ class ImageClassifier(pl.LightningModule):
     def __init__(
         self,
         *,
-        optimizer: Literal["sgd", "adamw", "rmsprop", "lars"] = "sgd",
+        optimizer: Literal["sgd", "adamw", "rmsprop", "lars", "lamb"] = "sgd",
         learning_rate: float = 0.02,
         momentum: float | None = None,
         nesterov: bool | None = None,
@@ -63,6 +65,7 @@ class ImageClassifier(pl.LightningModule):
         weight_decay: float | None = None,
         l2_regularization: float | None = None,
         decay_all: bool = False,
+        loss: Literal["cross_entropy", "bce"] = "cross_entropy",
         label_smoothing: float = 0.0,
         schedule: Literal["const", "stepped", "linear", "cosine", "polynomial", "exponential"] = "linear",
         warmup_fraction: float | None = None,
@@ -80,11 +83,13 @@ class ImageClassifier(pl.LightningModule):
         channels_last: bool = True,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()  # the subclass's arguments too
+        self.save_hyperparameters(ignore=["pretrained"])  # the subclass's too, but for a file of weights: a checkpoint has its own
         if not learning_rate > 0:
             raise ValueError(f"learning_rate={learning_rate} must be above 0")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
+        if loss not in ("cross_entropy", "bce"):
+            raise ValueError(f"loss={loss!r} is unknown: choose from cross_entropy, bce")
         self._optimizer_options = dict(optimizer_options or {})
         if own := {"lr", "momentum", "nesterov", "weight_decay", "l2_regularization", "decay_all"} & set(self._optimizer_options):
             raise ValueError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
@@ -93,7 +98,7 @@ class ImageClassifier(pl.LightningModule):
         if nesterov is None and optimizer == "sgd":
             nesterov = momentum > 0
         if weight_decay is None and l2_regularization is None:
-            weight_decay, l2_regularization = (0.01, 0.0) if optimizer == "adamw" else (0.0, 1e-4)
+            weight_decay, l2_regularization = (0.01, 0.0) if optimizer in ("adamw", "lamb") else (0.0, 1e-4)
         self._optimizer_options |= _given(momentum=momentum, nesterov=nesterov)
         self._optimizer_options |= {"weight_decay": weight_decay or 0.0, "l2_regularization": l2_regularization or 0.0}
         check_optimizer(optimizer, **self._optimizer_options)
@@ -154,12 +159,24 @@ class ImageClassifier(pl.LightningModule):
         return (as_they_are + mirrored) / 2
 
     def _log(self, logits: Tensor, labels: Tensor, split: str, *, label_smoothing: float = 0.0) -> Tensor:
-        """Log the mean loss of a batch and the share of its images that are classified rightly; returns the loss."""
-        loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)
-        accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
-        for name, value in (("loss", loss), ("accuracy", accuracy)):
+        """Log the mean loss of a batch and the share of its images that are classified rightly; returns the loss.
+
+        Labels are classes [batch], or of mixed images the shares of the classes [batch, classes]; then it is shares that are right.
+        """
+        predicted = logits.detach().argmax(dim=1)
+        right = predicted == labels if labels.dim() == 1 else labels.gather(1, predicted[:, None])
+        loss = self._loss(logits, labels, label_smoothing)
+        for name, value in (("loss", loss), ("accuracy", right.float().mean())):
             self.log(f"{split}_{name}", value, prog_bar=True, on_step=split == "train", on_epoch=True, batch_size=len(labels))
         return loss
+
+    def _loss(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+        """Mean loss of a batch; labels as in `_log`."""
+        shares = labels.to(logits.dtype) if labels.dim() == 2 else None
+        if self.hparams.loss == "cross_entropy":
+            return F.cross_entropy(logits, labels if shares is None else shares, label_smoothing=label_smoothing)
+        targets = (F.one_hot(labels, logits.shape[1]) if shares is None else shares > 0).to(logits.dtype)
+        return F.binary_cross_entropy_with_logits(logits, targets * (1 - label_smoothing) + label_smoothing / logits.shape[1])
 
     def configure_optimizers(self) -> dict[str, Any]:
         """The optimizer, and a schedule that spans the Trainer's weight updates and is stepped with each of them."""

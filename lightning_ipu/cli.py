@@ -18,10 +18,12 @@ from typing import Any, NoReturn
 from lightning_ipu import precision
 
 __all__ = [
+    "AVERAGE_OPTIONS",
     "CHECKPOINT_OPTIONS",
     "SUBCOMMANDS",
     "Option",
     "UsageError",
+    "average",
     "build_parser",
     "choice",
     "fraction_or_count",
@@ -174,6 +176,33 @@ CHECKPOINT_OPTIONS = (
         help="keep the latest N of them, beside the best",
     ),
 )
+
+AVERAGE_OPTIONS = (
+    Option(
+        name="--checkpoint-input-path",
+        group="average",
+        metavar="DIR",
+        shown="results/checkpoints",
+        help="the checkpoints of a run; its output directory will do",
+    ),
+    Option(name="--checkpoint-output-path", group="average", metavar="FILE", shown="averaged.ckpt beside them", help="gets the average"),
+    Option(
+        name="--weight-avg-strategy",
+        group="average",
+        type=choice("mean", "exponential"),
+        shown="mean",
+        help="weigh all alike, or newer ones more",
+    ),
+    Option(
+        name="--weight-avg-exp-decay",
+        group="average",
+        type=positive(float),
+        metavar="X",
+        shown="0.99",
+        help="exponential: from the oldest on, average = X x average + (1 - X) x weights",
+    ),
+    Option(name="--weight-avg-N", group="average", type=int, metavar="N", shown="-1", help="how many of the newest; -1 for all"),
+)
 _OF_ONE_START = ("resume", "output_dir", "model_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
 
 
@@ -305,6 +334,30 @@ def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dic
         if option.dest in before and option.dest in given and before[option.dest] != given[option.dest]:
             print(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}", file=sys.stderr)
     return {**before, **given}
+
+
+def average(words: Sequence[str], *, prog: str, version: Callable[[], str]) -> int:
+    """The command ``average``, which averages the weights of a run's checkpoints; returns the exit status."""
+    what = "Average the weights of a run's checkpoints into one that validate, test and predict take, BatchNorm's statistics included."
+    parser = build_parser(prog=f"{prog} average", description=what, epilog="", options=AVERAGE_OPTIONS, version=version)
+    parser.usage = f"{prog} average [options]"
+    try:
+        given = parse(words, parser=parser, options=AVERAGE_OPTIONS)
+        if (decay := given.get("weight_avg_exp_decay", 0.99)) >= 1:
+            raise UsageError(f"--weight-avg-exp-decay {decay:g} must be below 1")
+        if "weight_avg_exp_decay" in given and given.get("weight_avg_strategy") != "exponential":
+            raise UsageError(f"--weight-avg-exp-decay {decay:g} needs --weight-avg-strategy exponential")
+        if (count := given.get("weight_avg_N", -1)) < 1 and count != -1:
+            raise UsageError(f"--weight-avg-N {count} must be at least 1, or -1 for all")
+        from lightning_ipu.averaging import write_average
+
+        print(write_average(given))
+    except (ValueError, OSError) as error:  # UsageError is one
+        print(f"{prog} average: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def main(

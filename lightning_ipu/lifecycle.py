@@ -15,6 +15,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from lightning_ipu.averaging import OF_CHECKPOINTS
 from lightning_ipu.checkpoint import link
 from lightning_ipu.display import RunDisplay
 from lightning_ipu.output import MetricsFile
@@ -27,7 +28,8 @@ def latest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint in ``directory`` with which its run goes on: ``last.ckpt``, else the one after the most weight updates."""
     if (directory / LAST).is_file():
         return directory / LAST
-    found = {path: torch.load(path, map_location="cpu", mmap=True, weights_only=False)["global_step"] for path in directory.glob("*.ckpt")}
+    loaded = {path: torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in directory.glob("*.ckpt")}
+    found = {path: checkpoint["global_step"] for path, checkpoint in loaded.items() if OF_CHECKPOINTS not in checkpoint}
     return max(found, key=lambda path: (found[path], path.name), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers by name, with what torch's lack: LARS, and weight decay beside the optimizer; norms and biases do not decay.
+"""Optimizers by name, with what torch's lack: LARS and LAMB, and weight decay beside the optimizer; norms and biases do not decay.
 
 Two penalties are told apart. With O the optimizer's direction, lr the scheduled learning rate and λ the factor, decoupled weight decay
 makes the update -lr·(O(g) + λ·w) (Loshchilov and Hutter, 2019), L2 regularisation -lr·O(g + λ·w): there the penalty goes through
@@ -136,13 +136,77 @@ class LARS(_DecoupledDecay, _LARS):
     """
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW, "rmsprop": RMSprop, "lars": LARS}
+class LAMB(Optimizer):
+    """Adam whose rate goes by each tensor's own norms, for large batches (You et al., https://arxiv.org/abs/1904.00962).
+
+    A tensor w of two or more dimensions moves by -lr·(‖w‖ / ‖r‖)·r with r = m̂ / (√v̂ + eps) + decoupled_decay·w, where m̂ and v̂ are Adam's
+    averages of the gradient and of its square, corrected for their start; the ratio is 1 where either norm is 0. Norms' parameters and
+    biases have ratio 1. Unlike in the other optimizers the decoupled decay is inside the ratio, as the paper has it.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: the learning rate.
+        betas: of the averages of the gradient and of its square.
+        eps: keeps the quotient finite.
+        weight_decay: L2 regularisation, added to the gradient.
+        decoupled_decay: inside the ratio.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        decoupled_decay: float = 0.0,
+    ) -> None:
+        options = {"betas": betas, "eps": eps, "weight_decay": weight_decay, "decoupled_decay": decoupled_decay}
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; `closure`, if given, computes loss and gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            (first_beta, second_beta), eps = group["betas"], group["eps"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["step"] += 1
+                step, gradient = state["step"].item(), parameter.grad
+                if group["weight_decay"]:
+                    gradient = gradient.add(parameter, alpha=group["weight_decay"])
+                mean = state["exp_avg"].lerp_(gradient, 1 - first_beta)
+                square = state["exp_avg_sq"].mul_(second_beta).addcmul_(gradient, gradient, value=1 - second_beta)
+                root = square.sqrt().div_((1 - second_beta**step) ** 0.5).add_(eps)
+                change = mean / (1 - first_beta**step) / root
+                if group["decoupled_decay"]:
+                    change.add_(parameter, alpha=group["decoupled_decay"])
+                rate = group["lr"]
+                if parameter.ndim > 1:
+                    weight_norm, change_norm = parameter.norm(), change.norm()
+                    rate = rate * torch.where((weight_norm > 0) & (change_norm > 0), weight_norm / change_norm, 1.0)
+                parameter.sub_(change.mul_(rate))
+        return loss
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW, "rmsprop": RMSprop, "lars": LARS, "lamb": LAMB}
 
 _OWN_OPTIONS = {
     "sgd": ("momentum", "nesterov", "dampening"),
     "adamw": ("betas", "eps", "amsgrad"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
     "lars": ("momentum", "trust_coefficient", "eps"),
+    "lamb": ("betas", "eps"),
 }
 
 
@@ -182,13 +246,13 @@ def build_optimizer(
 
     Args:
         module: see `parameter_groups`.
-        kind: sgd, adamw, rmsprop or lars.
+        kind: sgd, adamw, rmsprop, lars or lamb.
         lr: learning rate.
-        weight_decay: λ of decoupled decay, whatever the optimizer.
+        weight_decay: λ of decoupled decay, whatever the optimizer; in LAMB it counts in the trust ratio.
         l2_regularization: λ of L2 regularisation, whatever the optimizer; in LARS it counts in the trust ratio as well.
         decay_all: apply both to norms and biases as well.
         **options: momentum, nesterov, dampening (sgd); betas, eps, amsgrad (adamw); momentum, alpha, eps, centered (rmsprop);
-            momentum, trust_coefficient, eps (lars).
+            momentum, trust_coefficient, eps (lars); betas, eps (lamb).
 
     Raises:
         ValueError: see `check_optimizer`.

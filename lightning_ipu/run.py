@@ -27,7 +27,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_ipu import machine
+from lightning_ipu import averaging, machine
 from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines
 from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint
@@ -98,6 +98,7 @@ class CommandLine(LightningCLI):
         self.output: OutputDirectory | None = None
         self.display: RunDisplay | None = None
         self.resumed: dict[str, Any] | None = None  # the checkpoint that a fit goes on from
+        self.averaged: str | None = None  # what the weights of the given checkpoint are an average of
         self.checkpoints: RunCheckpoints | None = None
         try:
             super().__init__(
@@ -190,6 +191,11 @@ class CommandLine(LightningCLI):
                 self.signals.say(f"There is nothing to resume in {checkpoints.parent}: the run begins.")
         checkpoint = torch.load(path, map_location="cpu", mmap=True) if path and Path(path).is_file() else None
         if checkpoint is not None:
+            self.averaged = averaging.description(checkpoint)
+            if self.goes_on and averaging.OF_CHECKPOINTS in checkpoint:
+                raise MisconfigurationException(
+                    f"{path} is an average ({self.averaged}), with no training to go on with: resume from one of its checkpoints"
+                )
             self._subcommand_parsers[self.config.subcommand].set_defaults(self._settings_in(checkpoint))
             super().parse_arguments(parser, args)
         self.ckpt_path = None if path is None else str(path)
@@ -264,6 +270,9 @@ class CommandLine(LightningCLI):
                 facts.append(("epochs", words))
         elif config.epochs is not None:
             raise MisconfigurationException(f"epochs={config.epochs:g} means nothing to {self.subcommand}, which trains nothing")
+        for callback in settings.callbacks or []:
+            if isinstance(callback, averaging.AveragedWeights) and self.subcommand == "fit":
+                facts.append(("averaged weights", f"decay {callback.decay:g}; validated and saved: the {callback.evaluate} weights"))
         kwargs |= {"accelerator": self.accelerator, "precision": self.precision}
         if settings.devices == "auto":
             kwargs["devices"] = 1  # one process serves the whole plan, on the first device of several
@@ -428,12 +437,13 @@ class CommandLine(LightningCLI):
         self._close_evaluation([f"predictions: {path} ({shape})"])
 
     def _warn_of_random_weights(self) -> None:
-        if self.ckpt_path is None:
+        if self.ckpt_path is None and not getattr(self.model, "pretrained", None):
             warnings.warn(f"{self.subcommand} without --ckpt_path: the weights are RANDOM, not trained", stacklevel=2)
 
     def _close_evaluation(self, lines: list[str]) -> None:
         note = self.command.note(self.datamodule)
-        self._close([*lines, note] if note else lines)
+        weights = [f"weights: {self.averaged}"] if self.averaged else []
+        self._close([*weights, *lines, *([note] if note else [])])
 
     def _close(self, lines: list[str]) -> None:
         if self.trainer.is_global_zero:

@@ -20,7 +20,13 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
-from pytorch_lightning.callbacks import BatchSizeFinder, GradientAccumulationScheduler, OnExceptionCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
@@ -35,6 +41,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_ipu.averaging import TRAINED, AveragedWeights
 from lightning_ipu.checkpoint import AtomicCheckpointIO
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
@@ -518,7 +525,14 @@ class IPUStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            if TRAINED in checkpoint and not any(
+                isinstance(callback, (AveragedWeights, WeightAveraging)) for callback in trainer.callbacks
+            ):
+                raise PlanError(
+                    f"{checkpoint_path} holds an average of weights that its run kept: give the callback AveragedWeights (--ema) again to go on"
+                )
             self._restored = checkpoint.get(KEY)
         return checkpoint
 
@@ -538,6 +552,14 @@ class IPUStrategy(DDPStrategy):
             if saved["unlogged"] and self._row and every and position.run_updates % every == 0:
                 row = {**_as_tensors(self._row), "epoch": torch.tensor(position.epoch)}
                 trainer._logger_connector.log_metrics(row, step=position.run_updates - 1)
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer of the module is in this process; all are where it runs whole networks."""
+        return self._stages is None or name not in self._stages.owners or self._stages.here(name)
+
+    def merged(self, held: dict[str, Any]) -> dict[str, Any]:
+        """What the processes of a replica hold by parameter's or buffer's name, as one dictionary in each; to be called by all alike."""
+        return held if self._stages is None else self._stages.merged(apply_to_collection(held, torch.Tensor, torch.Tensor.cpu))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

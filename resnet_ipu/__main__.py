@@ -23,7 +23,7 @@ CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 IMAGENET_SIZES = ("18", "34", "50", "101", "152", "x50", "x101")
 DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE")
 EPOCHS, EPOCHS_ON_SAMPLE = 30, 1
-LEARNING_RATES = {"adamw": 0.003, "rmsprop": 0.003, "lars": 2.0}  # of sgd it goes by size and batch
+LEARNING_RATES = {"adamw": 0.003, "rmsprop": 0.003, "lars": 2.0, "lamb": 0.005}  # of sgd it goes by size and batch
 
 DESCRIPTION = """\
 Train a ResNet or ResNeXt on CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST under the IPU execution model, then validate it.
@@ -37,6 +37,7 @@ examples:
   python -m resnet_ipu --size 20 --dataset CIFAR-10 --data-dir DIR --batch-size 128 --epochs 30
   python -m resnet_ipu fit --config results/config.yaml          replay a run
   python -m resnet_ipu validate --config results/config.yaml --ckpt_path results/checkpoints/last.ckpt
+  python -m resnet_ipu average --checkpoint-input-path results   average the weights of its checkpoints; average --help
 
 A step is a weight update in every option, log and checkpoint name; only --limit-train-batches and --limit-val-batches count
 micro-batches. Where a default is not the original program's (batch norm for group norm, Nesterov momentum, weight decay,
@@ -81,6 +82,13 @@ OPTIONS = (
         shown="A for 8 to 110, B for the others; original: B",
         help="shortcut where the shape changes: A zero-padded, B 1x1 convolution; C convolution everywhere",
     ),
+    Option(
+        name="--pretrained",
+        group=_NETWORK,
+        key="model.pretrained",
+        metavar="FILE",
+        help="start from a state_dict under torchvision's names, such as its .pth files",
+    ),
     Option(name="--no-zero-init", group=_NETWORK, type=bool, help="do not start each block as its shortcut alone (last norm's weight 0)"),
     Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep images plane by plane in memory; slower on most devices"),
     #
@@ -107,7 +115,33 @@ OPTIONS = (
         type=choice("host", "ipu"),
         help="make images up: on the host, or on the device itself, which leaves loading out",
     ),
-    Option(name="--no-augmentation", group=_DATA, type=bool, help="no random crops and flips"),
+    Option(name="--no-augmentation", group=_DATA, type=bool, help="no random crops and flips, and nothing of the next three"),
+    Option(
+        name="--auto-augment",
+        group=_DATA,
+        key="data.auto_augment",
+        type=choice("randaugment", "trivialaugment"),
+        excludes="--no-augmentation",
+        help="after crop and flip, two random operations on each training image, or one",
+    ),
+    Option(
+        name="--color-jitter",
+        group=_DATA,
+        key="data.color_jitter",
+        type=positive(float),
+        metavar="X",
+        excludes="--no-augmentation",
+        help="vary brightness, contrast and saturation of training images by up to the share X each",
+    ),
+    Option(
+        name="--random-erasing",
+        group=_DATA,
+        key="data.random_erasing",
+        type=positive(float),
+        metavar="P",
+        excludes="--no-augmentation",
+        help="fill a rectangle of a training image with the mean colour, with probability P",
+    ),
     Option(
         name="--num-workers",
         group=_DATA,
@@ -332,7 +366,7 @@ OPTIONS = (
         key="model.weight_decay",
         type=positive(float, zero=True),
         metavar="X",
-        shown="0; 0.01 for adamw",
+        shown="0; 0.01 for adamw and lamb",
         help="decoupled: a weight update is -lr(O(g) + X w), O being the optimizer",
     ),
     Option(
@@ -341,7 +375,7 @@ OPTIONS = (
         key="model.l2_regularization",
         type=positive(float, zero=True),
         metavar="X",
-        shown="1e-4, but 0 for adamw or beside --weight-decay; original: 0",
+        shown="1e-4, but 0 for adamw and lamb or beside --weight-decay; original: 0",
         help="through the optimizer: a weight update is -lr O(g + X w)",
     ),
     Option(name="--decay-all", group=_TRAINING, key="model.decay_all", type=bool, help="both on norms and biases as well"),
@@ -349,7 +383,7 @@ OPTIONS = (
         name="--optimizer",
         group=_TRAINING,
         key="model.optimizer",
-        type=choice("sgd", "adamw", "rmsprop", "lars"),
+        type=choice("sgd", "adamw", "rmsprop", "lars", "lamb"),
         default="sgd",
         help="optimizer",
     ),
@@ -370,6 +404,29 @@ OPTIONS = (
         metavar="X",
         default=0.0,
         help="share",
+    ),
+    Option(
+        name="--mixup",
+        group=_TRAINING,
+        key="model.mixup",
+        type=positive(float),
+        metavar="ALPHA",
+        help="mix the training images of a micro-batch with each other, in shares from Beta(ALPHA, ALPHA), and their labels",
+    ),
+    Option(
+        name="--cutmix",
+        group=_TRAINING,
+        key="model.cutmix",
+        type=positive(float),
+        metavar="ALPHA",
+        help="the same with rectangles cut from each other; beside --mixup each micro-batch gets one of them by chance",
+    ),
+    Option(
+        name="--ema",
+        group=_TRAINING,
+        type=positive(float, zero=True),
+        metavar="DECAY",
+        help="keep an exponential moving average of the weights, validate it, and save it as the checkpoints' weights",
     ),
     Option(
         name="--limit-train-batches",
@@ -482,6 +539,14 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["model.channels_last"] = False
     if "norm_groups" in given and given.get("norm_type", "batch") != "group":
         raise UsageError(f"--norm-groups {given['norm_groups']} needs --norm-type group")
+    for option in ("mixup", "cutmix"):
+        if option in given and settings["data.micro_batch_size"] == 1:
+            raise UsageError(f"--{option} {given[option]:g} mixes the images of a micro-batch, which here has one: give at least 2")
+    if given.get("ema", 0) >= 1:
+        raise UsageError(f"--ema {given['ema']:g} must be below 1, such as 0.999")
+    if "ema" in given:
+        average = {"class_path": "lightning_ipu.averaging.AveragedWeights", "init_args": {"decay": given["ema"]}}
+        settings.setdefault("trainer.callbacks", []).append(average)
     if "validate_on_test" in given:
         settings["data.validation_on_test"] = True
     if "no_augmentation" in given:
@@ -618,8 +683,11 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["average"]:
+        return cli.average(words[1:], prog="resnet_ipu", version=_version)
     parser = cli.build_parser(prog="resnet_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
-    return cli.main(sys.argv[1:] if arguments is None else arguments, parser=parser, options=OPTIONS, settle=settle, start=start)
+    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start)
 
 
 def _version() -> str:

@@ -1,8 +1,15 @@
 """The Lightning module that trains a ResNet or ResNeXt classifier; it runs under any Trainer and strategy."""
 
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal
 
-from lightning_ipu.classifier import ImageClassifier
+import torch
+from torch import Tensor, nn
+
+from lightning_ipu.classifier import Batch, ImageClassifier
+from resnet_ipu.augment import Mixing
 from resnet_ipu.networks import resnet
 
 
@@ -20,6 +27,9 @@ class ResNetModule(ImageClassifier):
         shortcut_type: A (zero-padded) or B (1x1 convolution) where the shape changes, C (1x1 convolution everywhere); null is A
             for the CIFAR sizes and B for the others.
         zero_init_last_norm: start every block as its shortcut alone; null is true where there are norms.
+        mixup: α of mixup, cutmix: α of cutmix, of the images of a micro-batch; null is none, both takes one of them in each by chance. In
+            training only, whose train_accuracy then is the mean share that the predicted class has in the mixed label.
+        pretrained: file with a state_dict of this network under torchvision's names, such as its .pth files; loaded key for key.
         **training: optimizer, schedule and the rest; see ``ImageClassifier``.
 
     Raises:
@@ -38,6 +48,9 @@ class ResNetModule(ImageClassifier):
         norm_groups: int | None = None,
         shortcut_type: Literal["A", "B", "C"] | None = None,
         zero_init_last_norm: bool | None = None,
+        mixup: float | None = None,
+        cutmix: float | None = None,
+        pretrained: str | Path | None = None,
         **training: Any,
     ) -> None:
         super().__init__(**training)
@@ -59,3 +72,40 @@ class ResNetModule(ImageClassifier):
                 zero_init_last_norm=zero_init_last_norm,
             )
         )
+        self.pretrained = pretrained
+        if pretrained is not None:
+            load_pretrained(self.network, Path(pretrained))
+        self._mixing = Mixing(num_classes=num_classes, mixup=mixup, cutmix=cutmix) if mixup is not None or cutmix is not None else None
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch if self._mixing is None else self._mixing(*batch), batch_idx)
+
+
+def load_pretrained(network: nn.Module, path: Path) -> None:
+    """Load a state_dict that a network of the same names and shapes was saved with, such as torchvision's.
+
+    Raises:
+        ValueError: the file is none, or is not this network's; the message names it and the first keys that differ.
+        OSError: the file cannot be read.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, UnpicklingError, EOFError) as error:
+        raise ValueError(f"pretrained: {path} cannot be read as a file of tensors: {str(error).splitlines()[0]}") from None
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        found = f"it holds {', '.join(map(str, list(state)[:4]))}" if isinstance(state, Mapping) else f"it holds a {type(state).__name__}"
+        raise ValueError(f"pretrained: {path} is no state_dict of tensors ({found}); a run's checkpoint is for --ckpt_path")
+    own = network.state_dict()
+    differing = []
+    for name in dict.fromkeys([*own, *state]):
+        shapes = [" x ".join(map(str, tensors[name].shape)) or "a number" if name in tensors else "missing" for tensors in (state, own)]
+        counter = name.endswith("num_batches_tracked") and name not in state  # absent in files of torch before 0.4.1
+        if shapes[0] != shapes[1] and not counter:
+            differing.append(f"{name} ({shapes[0]} there, {shapes[1]} here)")
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(
+            f"pretrained: {path} is not of this network: {', '.join(differing[:3])}{more} differ; size, stem, num_classes and in_channels"
+            " must be those it was trained with"
+        )
+    network.load_state_dict(state, strict=False)
