@@ -151,6 +151,10 @@ def test_every_option_of_the_original_is_known_and_every_size_is_a_network():
         ("--limit-train-batches 1.5", "--limit-train-batches: '1.5' must be a whole number of batches or a share"),
         ("--valid-per-epoch .3", "--valid-per-epoch 0.3 must be at least 1, or 1/n"),
         ("--epochs", "--epochs: expected one argument"),
+        ("--ema 1", "--ema 1 must be below 1, such as 0.999"),
+        ("--mixup 0.2 --micro-batch-size 1", "--mixup 0.2 mixes the images of a micro-batch, which here has one: give at least 2"),
+        ("--cutmix 0", "--cutmix: '0' must be a number above 0"),
+        ("--auto-augment randaugment --no-augmentation", "--auto-augment and --no-augmentation exclude each other"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line_and_status_2(run, line, message):
@@ -216,7 +220,8 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert strategy["stochastic_rounding"] is False and strategy["loss_scaling"] is None
 
     line = """--optimizer lars --l2-regularization 0.1 --decay-all --lr-schedule polynomial --warmup-epochs 2 --warmup-mode mask --lr-staircase
-        --lr-decay-epochs 9 --lr-end-ratio 0 --lr-power 3 --half-type fp16 --precision 16.16 --auto-loss-scaling"""
+        --lr-decay-epochs 9 --lr-end-ratio 0 --lr-power 3 --half-type fp16 --precision 16.16 --auto-loss-scaling --mixup 0.2 --cutmix 1
+        --ema 0.99 --auto-augment RandAugment --color-jitter 0.4 --random-erasing 0.1 --pretrained resnet50.pth"""
     translated = [f"--{key}={value}" for key, value in settled(*line.split()).items()]
     status, output, _ = run("fit", *translated, "--print_config")
     assert status == 0
@@ -227,6 +232,10 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert (model["warmup_epochs"], model["warmup_mode"], model["staircase"]) == (2.0, "mask", True)
     assert (model["decay_epochs"], model["final_fraction"], model["decay_rate"]) == (9.0, 0.0, None)
     assert (config["half_type"], config["precision"], strategy["loss_scaling"]) == ("fp16", "16.16", "auto")
+    assert (model["mixup"], model["cutmix"], model["pretrained"]) == (0.2, 1.0, "resnet50.pth")
+    assert (config["data"]["auto_augment"], config["data"]["color_jitter"], config["data"]["random_erasing"]) == ("randaugment", 0.4, 0.1)
+    (average,) = config["trainer"]["callbacks"]
+    assert average["class_path"] == "lightning_ipu.averaging.AveragedWeights" and average["init_args"]["decay"] == 0.99
     assert float(settled("--loss-scaling", "128")["trainer.strategy.loss_scaling"]) == 128
 
 
@@ -331,8 +340,38 @@ def test_a_strategy_without_a_plan_is_refused(run):
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_example_configurations_train(run, config):
     limits = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
+    if "stem" in yaml.safe_load(config.read_text())["model"]:  # of ImageNet: two replicas of two small images
+        limits += [
+            "--model.size=8",
+            "--data.micro_batch_size=2",
+            "--data.eval_batch_size=4",
+            "--data.num_workers=0",
+            "--model.warmup_epochs=null",
+        ]
+        limits += [f"--trainer.strategy.init_args.{name}" for name in ("replication_factor=2", "gradient_accumulation_factor=1")]
     status, output, _ = run("fit", "--config", str(config), "--data.dataset=SAMPLE", "--precision=32.32", *limits)
     assert status == 0 and "epoch 1/1" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "epochs", "rate", "optimizer", "smoothing"),
+    [
+        ("original", 32, 30, 2**-6 * 32, "sgd", 0),
+        ("mlperf_sgd", 1920, 40, 0.001991319 * 1920, "sgd", 0.1),
+        ("mlperf_lars", 3456, 38, 0.003045455 * 3456, "lars", 0.1),
+        ("torchvision_v1", 256, 90, 0.1, "sgd", 0),
+        ("torchvision_v2", 1024, 600, 0.5, "sgd", 0.1),
+        ("timm_a3", 2048, 100, 0.008, "lamb", 0),
+    ],
+)
+def test_the_recipes_have_the_published_batch_epochs_and_learning_rate(name, batch, epochs, rate, optimizer, smoothing):
+    config = yaml.safe_load((CONFIGS / f"resnet50_{name}.yaml").read_text())
+    model, plan = config["model"], config["trainer"]["strategy"]["init_args"]
+    replicas, accumulation = plan.get("replication_factor", 1), plan.get("gradient_accumulation_factor", 1)
+    assert config["data"]["micro_batch_size"] * replicas * accumulation == batch
+    assert (model["size"], model["stem"], config["trainer"]["max_epochs"]) == ("50", "imagenet", epochs)
+    assert (model.get("optimizer", "sgd"), model.get("label_smoothing", 0)) == (optimizer, smoothing)
+    assert model["learning_rate"] == pytest.approx(rate, rel=1e-4)
 
 
 def test_a_damaged_archive_is_named_in_one_line_and_help_does_not_mind(run, tmp_path):

@@ -108,6 +108,29 @@ def test_lars_follows_its_formula_and_adapts_neither_norms_nor_biases(weight_dec
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("weight_decay", "l2"), [(0.0, 0.0), (DECAY, L2)])
+def test_lamb_follows_its_formula_and_adapts_neither_norms_nor_biases(weight_decay, l2):
+    module = network()
+    nn.init.zeros_(module[2].weight)  # its first update has no norm to go by
+    optimizer = build_optimizer(module, "lamb", lr=LR, betas=[0.8, 0.9], eps=1e-3, weight_decay=weight_decay, l2_regularization=l2)
+    expected, means, squares = [p.detach().clone() for p in module.parameters()], [0.0] * 6, [0.0] * 6
+    for k in range(1, 5):
+        for group in optimizer.param_groups:
+            group["lr"] = rate = LR / k
+        set_gradients(module, k)
+        optimizer.step()
+        for index, (w, p) in enumerate(zip(expected, module.parameters(), strict=True)):
+            matrix = p.ndim > 1
+            gradient = p.grad + l2 * matrix * w
+            means[index] = 0.8 * means[index] + 0.2 * gradient
+            squares[index] = 0.9 * squares[index] + 0.1 * gradient**2
+            change = means[index] / (1 - 0.8**k) / ((squares[index] / (1 - 0.9**k)).sqrt() + 1e-3) + weight_decay * matrix * w
+            w -= rate * (w.norm() / change.norm() if matrix and w.norm() > 0 else 1.0) * change
+
+    for w, p in zip(expected, module.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
+
+
 def test_adamw_is_torchs():
     ours, theirs = network(), network()
     optimizer = build_optimizer(ours, "adamw", lr=LR, weight_decay=DECAY, decay_all=True)
@@ -122,7 +145,8 @@ def test_adamw_is_torchs():
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_closures_hooks_checkpoints_and_parameters_without_gradient_work_as_in_torchs_optimizers(kind):
-    OPTIMIZERS[kind].__mro__[2]([nn.Parameter(torch.zeros(1))], lr=1.0)  # torch now has wrapped that class's own step
+    if kind != "lamb":  # all of it is one class
+        OPTIMIZERS[kind].__mro__[2]([nn.Parameter(torch.zeros(1))], lr=1.0)  # torch now has wrapped that class's own step
     module = network()
     optimizer = build_optimizer(module, kind, lr=LR, weight_decay=DECAY)
     calls = []
@@ -162,7 +186,7 @@ def test_groups_put_what_is_one_dimensional_apart_and_leave_out_what_is_frozen()
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("sgdm", {}, "optimizer='sgdm' is unknown: choose from sgd, adamw, rmsprop, lars"),
+        ("sgdm", {}, "optimizer='sgdm' is unknown: choose from sgd, adamw, rmsprop, lars, lamb"),
         ("adamw", {"momentum": 0.9}, "momentum=0.9 means nothing to optimizer='adamw', which takes betas, eps, amsgrad"),
         ("lars", {"nesterov": True}, "nesterov=True means nothing to optimizer='lars'"),
         ("sgd", {"momentum": 1.0}, "momentum=1.0 must be at least 0 and below 1"),
