@@ -197,10 +197,10 @@ class PipelineEngine(DistributedEngine):
         """One micro-batch through this process's stages; on the first, `values` are only its number."""
         micro_batch = self._forwards
         self._forwards += 1
+        batch = self._take() if self._processes.is_first else None  # which draws under seeds of its own
         self._randomness.begin(self._update, self._replica, micro_batch)
         with (self._context or nullcontext)():
             if self._processes.is_first:
-                batch = self._take()
                 args, kwargs = called_with(self._module, lambda: self._step(batch, self._number + micro_batch))
                 values = self._partition.flatten(*args, **kwargs)
             else:
