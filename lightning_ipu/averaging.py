@@ -286,8 +286,8 @@ def write_average(given: dict[str, Any]) -> str:
 def _load(path: Path) -> dict[str, Any]:
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path} is no whole checkpoint: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
+        raise ValueError(f"{path} is no whole checkpoint: it is cut off, damaged, or no file of tensors and settings alone") from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "global_step"} <= checkpoint.keys():
         raise ValueError(f"{path} is no checkpoint of a run: it has no state_dict and global_step")
     return checkpoint

@@ -85,13 +85,14 @@ def load_pretrained(network: nn.Module, path: Path) -> None:
     """Load a state_dict that a network of the same names and shapes was saved with, such as torchvision's.
 
     Raises:
-        ValueError: the file is none, or is not this network's; the message names it and the first keys that differ.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, or is not this network's; the message names it and the first keys that differ.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, UnpicklingError, EOFError) as error:
-        raise ValueError(f"pretrained: {path} cannot be read as a file of tensors: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, UnpicklingError, EOFError, KeyError):
+        raise ValueError(f"pretrained: {path} is no whole file of tensors alone, as torch.save writes a state_dict") from None
+    except OSError as error:
+        raise ValueError(f"pretrained: {path} cannot be read: {error.strerror}") from None
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         found = f"it holds {', '.join(map(str, list(state)[:4]))}" if isinstance(state, Mapping) else f"it holds a {type(state).__name__}"
         raise ValueError(f"pretrained: {path} is no state_dict of tensors ({found}); a run's checkpoint is for --ckpt_path")
