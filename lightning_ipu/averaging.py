@@ -162,12 +162,13 @@ class AveragedWeights(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if AVERAGE not in checkpoint:
-            rank_zero_warn("the checkpoint holds no average of weights: one begins here, with its weights")
-            return
-        self._restored = checkpoint[AVERAGE]
         if TRAINED in checkpoint:
             pl_module.load_state_dict(checkpoint[TRAINED], strict=pl_module.strict_loading)
+        self._restored = checkpoint.get(AVERAGE)
+        if self._restored is None:
+            rank_zero_warn(
+                "the checkpoint holds no average of weights by AveragedWeights: one begins here, with the weights trained so far"
+            )
 
 
 def _places(module: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

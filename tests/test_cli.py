@@ -319,6 +319,22 @@ def test_a_run_that_max_steps_ends_within_an_epoch_saves_and_scores_its_last_wei
     assert score[1].removeprefix("test ") in output
 
 
+def test_averaged_weights_are_validated_saved_and_scored_as_what_they_are(run):
+    status, output, _ = run(*TINY, "--epochs", "2", "--ema", "0.9", "--checkpoint-every", "4", "--keep-last", "4")
+    closing = re.search(r"\n(accuracy: .*\nloss: .*\n)", output)[1]
+    assert status == 0 and re.search(r"averaged weights +decay 0.9; validated and saved: the average weights", output)
+    evaluate = ["validate", "--trainer.limit_val_batches", "2", "--ckpt_path"]
+    status, output, errors = run(*evaluate, "results/checkpoints/last.ckpt")
+    assert status == 0 and f"weights: exponential moving average, decay 0.9\n{closing}" in output and "warning" not in errors
+
+    status, output, _ = run("average", "--checkpoint-input-path", "results", "--weight-avg-N", "2", "--checkpoint-output-path", "mean.ckpt")
+    assert status == 0 and output.endswith("mean.ckpt: mean of 2 checkpoints, after weight updates 12, 16\n")
+    status, output, _ = run(*evaluate, "mean.ckpt")
+    assert status == 0 and "weights: mean of 2 checkpoints, after weight updates 12, 16\naccuracy: " in output
+    status, _, errors = run("fit", "--config", "results/config.yaml", "--ckpt_path", "mean.ckpt")
+    assert status == 2 and "mean.ckpt is an average (mean of 2 checkpoints" in errors and errors.count("\n") == 1
+
+
 def test_no_validation_trains_every_epoch_and_the_stages_change_no_number(run):
     status, output, _ = run(*TINY, "--no-validation", "--epochs", "2", "--output-dir", "one")
     assert status == 0 and output.count("train loss") == 2 and "accuracy" not in output and "throughput: " in output
