@@ -117,7 +117,7 @@ OPTIONS = (
     #
     Option(name="--recipe", group=_TRAINING, type=choice(*RECIPES), default="original", help="original: SGD, 0.01, no augmentation, pixels from 0 to 1; fast: a rate that rises and falls, label smoothing, crops and flips, few epochs"),
     Option(name="--epochs", group=_TRAINING, key="epochs", type=positive(float), metavar="X", shown=f"keras 100, estimator 150; {EPOCHS_IN_A_HURRY} with --recipe fast; {EPOCHS_ON_SAMPLE} on SAMPLE", help="passes over the training set; fractions are turned into weight updates"),
-    Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice("sgd", "adamw", "rmsprop", "lars"), shown="sgd; fast keras and estimator: adamw", help="optimizer"),
+    Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice("sgd", "adamw", "rmsprop", "lars", "lamb"), shown="sgd; fast keras and estimator: adamw", help="optimizer"),
     Option(name="--learning-rate", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="original 0.01; fast 0.2, for adamw 0.002", help="learning rate at the schedule's height"),
     Option(name="--momentum", group=_TRAINING, key="model.momentum", type=positive(float, zero=True), metavar="X", shown="original 0, fast 0.9", help="of sgd, Nesterov's; of rmsprop and lars"),
     Option(name="--lr-schedule", group=_TRAINING, key="model.schedule", type=choice("const", "linear", "cosine"), shown="original const; fast linear, after a rise over a fifth of the run", help="how the learning rate moves, with every weight update"),
