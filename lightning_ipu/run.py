@@ -41,7 +41,7 @@ __all__ = ["Command", "run_command"]
 
 VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
 OF_A_REPLAY = ("--config", "--resume", "--ckpt_path", "--trainer.default_root_dir")
-MOVABLE = ("data.data_dir", "data.num_workers")  # settings that a run may go on with others of, unremarked
+MOVABLE = ("data.data_dir", "data.index_dir", "data.num_workers")  # settings that a run may go on with others of, unremarked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +257,8 @@ class CommandLine(LightningCLI):
         config, settings = self.config[self.subcommand], self.config_init[self.subcommand].trainer
         if hasattr(self.datamodule, "dataset_name"):
             config.data.dataset = self.datamodule.dataset_name  # a replay must not look for another one
+        if getattr(self.datamodule, "classes", None):
+            config.data.classes = self.datamodule.classes  # the network's outputs keep their meaning, whatever folders it meets
         facts = self.command.facts(self)
         if self.subcommand == "fit":
             length, words = self._run_length()

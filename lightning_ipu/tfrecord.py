@@ -124,8 +124,24 @@ class TFRecords:
         self._starts, self._lengths = np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)
         self._first = first  # number of each file's first record
 
+    def places(self) -> dict[str, np.ndarray]:
+        """Where the records are, for `at`."""
+        return {"starts": self._starts, "lengths": self._lengths, "first": np.array(self._first, dtype=np.int64)}
+
+    @classmethod
+    def at(cls, paths: Iterable[str | os.PathLike[str]], *, starts: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> TFRecords:
+        """The records of files that were looked through before and have not changed since: `places` said where they are."""
+        records = cls(())
+        records.paths = [os.fspath(path) for path in paths]
+        records._starts, records._lengths, records._first = starts, lengths, first.tolist()
+        return records
+
     def __len__(self) -> int:
         return len(self._starts)
+
+    def counts(self) -> list[int]:
+        """Number of records in each file."""
+        return np.diff(self._first).tolist()
 
     def where(self, index: int) -> tuple[str, int, int]:
         """File, number of the record in it, and the byte at which it begins."""

@@ -9,6 +9,7 @@ LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main mo
 
 import sys  # noqa: E402
 from argparse import ArgumentTypeError  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from lightning_ipu import cli, machine, precision  # noqa: E402
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 IMAGENET_SIZES = ("18", "34", "50", "101", "152", "x50", "x101")
-DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE")
+DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE", "IMAGENET")
 EPOCHS, EPOCHS_ON_SAMPLE = 30, 1
 LEARNING_RATES = {"adamw": 0.003, "rmsprop": 0.003, "lars": 2.0, "lamb": 0.005}  # of sgd it goes by size and batch
 
 DESCRIPTION = """\
-Train a ResNet or ResNeXt on CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST under the IPU execution model, then validate it.
+Train a ResNet or ResNeXt on ImageNet or images like it, CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST under the IPU execution model,
+then validate it.
 
 The plan decides the numbers: a weight update uses micro-batch x accumulation A x replicas R samples, whatever it runs on.
 Without --dataset it is CIFAR-10, or, where that is neither on disk nor to be had, a sample of Fashion-MNIST in the package."""
@@ -35,6 +37,8 @@ EPILOG = """\
 examples:
   python -m resnet_ipu --size x50 --replication-factor 4
   python -m resnet_ipu --size 20 --dataset CIFAR-10 --data-dir DIR --batch-size 128 --epochs 30
+  python -m resnet_ipu --size 50 --dataset IMAGENET --data-dir DIR          DIR/train and DIR/val, or TFRecord shards
+  python -m resnet_ipu convert DIR SHARDS                         make TFRecord shards of such folders; convert --help
   python -m resnet_ipu fit --config results/config.yaml          replay a run
   python -m resnet_ipu validate --config results/config.yaml --ckpt_path results/checkpoints/last.ckpt
   python -m resnet_ipu average --checkpoint-input-path results   average the weights of its checkpoints; average --help
@@ -44,13 +48,6 @@ micro-batches. Where a default is not the original program's (batch norm for gro
 zero-initialised last norms, warm-up) it is because the original's learns worse or diverges in as many updates."""
 
 
-def _dataset(text: str) -> str:
-    if text.upper() == "IMAGENET":
-        raise ArgumentTypeError(f"{text}: ImageNet is not available yet; there are {', '.join(DATA_SETS)}")
-    return choice(*DATA_SETS)(text)
-
-
-_dataset.choices = DATA_SETS
 
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
 _TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
@@ -62,7 +59,7 @@ OPTIONS = (
         group=_NETWORK,
         key="model.size",
         type=choice(*CIFAR_SIZES, *IMAGENET_SIZES),
-        default="20",
+        shown="20; 50 for IMAGENET",
         help="layers; x is ResNeXt 32x4d",
     ),
     Option(
@@ -92,7 +89,14 @@ OPTIONS = (
     Option(name="--no-zero-init", group=_NETWORK, type=bool, help="do not start each block as its shortcut alone (last norm's weight 0)"),
     Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep images plane by plane in memory; slower on most devices"),
     #
-    Option(name="--dataset", group=_DATA, key="data.dataset", type=_dataset, shown="CIFAR-10, else SAMPLE", help="data set"),
+    Option(
+        name="--dataset",
+        group=_DATA,
+        key="data.dataset",
+        type=choice(*DATA_SETS),
+        shown="CIFAR-10, else SAMPLE",
+        help="data set; IMAGENET is any images in class folders or TFRecord shards",
+    ),
     Option(
         name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", default="data", help="where its files are, or are downloaded to"
     ),
@@ -147,8 +151,47 @@ OPTIONS = (
         group=_DATA,
         key="data.num_workers",
         type=positive(zero=True),
-        default=0,
+        shown="0; for IMAGENET the cores it may use, at most 16",
         help="loader processes; original: 16",
+    ),
+    Option(name="--image-size", group=_DATA, key="data.image_size", type=positive(), shown="224", help="of IMAGENET: side in pixels"),
+    Option(
+        name="--fast-decode",
+        group=_DATA,
+        key="data.fast_decode",
+        type=bool,
+        excludes="--no-augmentation",
+        help="of IMAGENET: decode training JPEGs at half scale where the crop is large enough; faster, and loses some detail",
+    ),
+    Option(
+        name="--eight-bit-transfer",
+        group=_DATA,
+        type=bool,
+        help="bring images to the device as uint8 and normalise them there: the default",
+    ),
+    Option(
+        name="--no-eight-bit-transfer",
+        group=_DATA,
+        type=bool,
+        excludes="--eight-bit-transfer",
+        help="of IMAGENET: normalise on the host instead, which moves four times the bytes",
+    ),
+    Option(
+        name="--on-bad-image",
+        group=_DATA,
+        key="data.on_bad_image",
+        type=choice("raise", "skip"),
+        shown="raise",
+        help="of IMAGENET: end with the image's path; or decode all once before the run, leave out the bad ones and list them at the end",
+    ),
+    Option(
+        name="--num-classes", group=_DATA, key="data.num_classes", type=positive(), shown="1000", help="of shards that say nothing about it"
+    ),
+    Option(
+        name="--train-shards", group=_DATA, key="data.train_shards", type=positive(), shown="as their names say", help="how many to expect"
+    ),
+    Option(
+        name="--validation-shards", group=_DATA, key="data.validation_shards", type=positive(), shown="as their names say", help="the same"
     ),
     #
     Option(
@@ -453,6 +496,12 @@ OPTIONS = (
         help="validations per epoch; 0.5 validates after every second one",
     ),
     Option(name="--test", group=_TRAINING, type=bool, help="score the test set as well, at the end"),
+    Option(
+        name="--data-benchmark",
+        group=_TRAINING,
+        type=bool,
+        help="do not train: say how many images a second the loader reads and the network learns from, and which of them holds up the other",
+    ),
     #
     Option(
         name="--processes",
@@ -524,6 +573,7 @@ OPTIONS = (
 def settle(given: dict[str, Any]) -> list[str]:
     """LightningCLI arguments for the options that were given; raises UsageError where they do not fit together."""
     settings = cli.settings_of(given, OPTIONS)
+    _settle_data(given, settings)
     batch = _settle_plan(given, settings)
     _settle_learning_rate(given, settings, batch=batch)
 
@@ -547,12 +597,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     if "ema" in given:
         average = {"class_path": "lightning_ipu.averaging.AveragedWeights", "init_args": {"decay": given["ema"]}}
         settings.setdefault("trainer.callbacks", []).append(average)
-    if "validate_on_test" in given:
-        settings["data.validation_on_test"] = True
-    if "no_augmentation" in given:
-        settings["data.augment"] = False
-    settings["seed_everything"] = settings["data.seed"] = given.get("seed", 0)
-
+    settings["seed_everything"] = given.get("seed", 0)
     if "no_validation" in given:
         settings["trainer.limit_val_batches"] = 0
     if "valid_per_epoch" in given:
@@ -563,6 +608,33 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["machine.keep_freed_memory"] = False
     settings["trainer.default_root_dir"] = cli.output_directory(given)
     return cli.lightning_arguments(settings)
+
+
+_OF_IMAGENET = ("image_size", "fast_decode", "no_eight_bit_transfer", "on_bad_image", "num_classes", "train_shards", "validation_shards")
+
+
+def _settle_data(given: dict[str, Any], settings: dict[str, Any]) -> None:
+    """The data set, and what goes by it: the network's size and the number of loader processes."""
+    imagenet = given.get("dataset") == "IMAGENET"
+    meaningless = ("validation_split", "validate_on_test", "synthetic_data") if imagenet else _OF_IMAGENET
+    for option in OPTIONS:
+        if option.dest in given and option.dest in meaningless:
+            why = "its validation images are files of their own" if imagenet else "it belongs to --dataset IMAGENET"
+            why = "it reads real images; make others up by leaving out --dataset" if option.dest == "synthetic_data" else why
+            raise UsageError(f"{option.name} means nothing for --dataset {given.get('dataset', 'CIFAR-10')}: {why}")
+    if "no_augmentation" in given:
+        settings["data.augment"] = False
+    settings.setdefault("model.size", "50" if imagenet else "20")
+    if imagenet:
+        settings.setdefault("data.num_workers", min(machine.usable_cores(), 16))
+        settings["data.index_dir"] = cli.output_directory(given)
+        if "no_eight_bit_transfer" in given:
+            settings["data.eight_bit_transfer"] = False
+        return
+    settings.setdefault("data.num_workers", 0)
+    settings["data.seed"] = given.get("seed", 0)
+    if "validate_on_test" in given:
+        settings["data.validation_on_test"] = True
 
 
 def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> int:
@@ -659,18 +731,72 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
 
     from cifar_ipu.data import ImageDataModule
     from lightning_ipu.run import Command, run_command
+    from resnet_ipu.data import ImageNetDataModule
     from resnet_ipu.module import ResNetModule
 
+    try:
+        imagenet = _is_imagenet(arguments)
+    except UsageError as error:
+        print(f"resnet_ipu: error: {error}", file=sys.stderr)
+        return 2
     command = Command(
         prog="resnet_ipu",
         model_class=ResNetModule,
-        datamodule_class=ImageDataModule,
+        datamodule_class=ImageNetDataModule if imagenet else ImageDataModule,
         links=[("num_classes", "num_classes"), ("in_channels", "in_channels"), ("image_size", "image_size")],
         facts=_facts,
         epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (EPOCHS, None),
         note=lambda data: data.caveat,
     )
+    if "data_benchmark" in given:
+        from resnet_ipu.throughput import benchmark_data
+
+        return benchmark_data(command, arguments)
     return run_command(command, arguments, validate=short, test="test" in given)
+
+
+def _is_imagenet(arguments: list[str]) -> bool:
+    """Whether LightningCLI's arguments are about images in folders or shards, which have a data module of their own.
+
+    As everywhere what is typed goes before a configuration, and that before a checkpoint.
+    """
+    import torch
+    import yaml
+
+    from lightning_ipu.lifecycle import SETTINGS, latest_checkpoint
+    from lightning_ipu.output import CHECKPOINTS
+
+    words: dict[str, str] = {}
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, is_one_word, value = word.partition("=")
+        words[name] = value if is_one_word else following
+    typed, kept, directory = words.get("--data.dataset"), None, words.get("--trainer.default_root_dir")
+    try:
+        with open(words["--config"]) as file:
+            config = yaml.load(file, yaml.CSafeLoader)
+        kept = config.get("data", {}).get("dataset")
+        directory = directory or config.get("trainer", {}).get("default_root_dir")
+    except (KeyError, OSError, yaml.YAMLError, AttributeError):  # LightningCLI says what is wrong with it
+        pass
+    path = words.get("--ckpt_path")
+    if path == "last" or words.get("--resume") == "true" and path is None:
+        path = latest_checkpoint(Path(directory or "results") / CHECKPOINTS)
+    if path is not None and Path(path).is_file():
+        trained_on = torch.load(path, map_location="cpu", mmap=True).get(SETTINGS, {}).get("data.dataset")
+        wanted = typed or kept or trained_on
+        if trained_on is not None and wanted != trained_on and "IMAGENET" in (wanted, trained_on):
+            raise UsageError(
+                f"data.dataset {wanted}, but {path} was trained on {trained_on}: leave data.dataset out, or give another checkpoint"
+            )
+        kept = wanted
+    return (typed or kept) == "IMAGENET"
+
+
+def _note(data: Any) -> str | None:
+    """The closing line that must not be missed."""
+    if data.used_sample:
+        return "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
+    return getattr(data, "closing_note", None)
 
 
 def _facts(line: CommandLine) -> list[tuple[str, str]]:
@@ -678,7 +804,63 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
     data, size = line.datamodule, line.model.hparams.size
     network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else f"ResNet-{size}"
     images = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on"
-    return [("network", network), ("data", data.description), ("images", images), *line.machine_facts()]
+    classes = [("classes", data.class_summary)] if hasattr(data, "class_summary") else []
+    return [("network", network), ("data", data.description), ("images", images), *classes, *line.machine_facts()]
+
+
+CONVERT_OPTIONS = (
+    Option(name="--train-shards", group="shards", type=positive(), default=1024, help="files to spread the training images over"),
+    Option(name="--validation-shards", group="shards", type=positive(), default=128, help="files to spread the validation images over"),
+    Option(
+        name="--seed", group="shards", type=positive(zero=True), default=0, help="of the order in which images are spread over the files"
+    ),
+    Option(
+        name="--on-bad-image",
+        group="shards",
+        type=choice("raise", "skip"),
+        default="raise",
+        help="end at bytes that are no image; or decode all images first, leave out the bad ones and list them at the end",
+    ),
+    Option(name="--num-workers", group="run", type=positive(), shown="the cores it may use", help="processes"),
+)
+
+
+def _convert(words: list[str]) -> int:
+    """Make TFRecord shards of folders of images."""
+    what = """\
+Make TFRecord shards of the folders SRC/train and SRC/val, which hold a folder of images for each class. The bytes of the images are
+copied as they are. Each shard is read back and compared, and there as a whole or not at all: after an interruption the same command
+goes on."""
+    parser = cli.build_parser(prog="resnet_ipu convert", description=what, epilog="", options=CONVERT_OPTIONS, version=_version)
+    parser.usage = "resnet_ipu convert SRC DST [options]"
+    places, rest = words[:2], words[2:]
+    try:
+        if any(word.startswith("-") for word in places):
+            places, rest = [], words
+        given = cli.parse(rest, parser=parser, options=CONVERT_OPTIONS)
+        if len(places) < 2:
+            raise UsageError("give the folder to read and the one to write to: resnet_ipu convert SRC DST")
+        machine.wait_passively()
+
+        from resnet_ipu.convert import convert
+
+        shards = {"train": given.get("train_shards", 1024), "validation": given.get("validation_shards", 128)}
+        workers = given.get("num_workers", machine.usable_cores())
+        convert(
+            Path(places[0]),
+            Path(places[1]),
+            shards=shards,
+            seed=given.get("seed", 0),
+            workers=workers,
+            on_bad_image=given.get("on_bad_image", "raise"),
+        )
+    except (ValueError, OSError) as error:  # UsageError is one
+        print(f"resnet_ipu convert: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("resnet_ipu convert: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -686,6 +868,8 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="resnet_ipu", version=_version)
+    if words[:1] == ["convert"]:
+        return _convert(words[1:])
     parser = cli.build_parser(prog="resnet_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
     return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start)
 
