@@ -37,7 +37,7 @@ from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import weight_updates_in
 from lightning_ipu.strategy import IPUStrategy
 
-__all__ = ["Command", "run_command"]
+__all__ = ["Command", "CommandLine", "keep_quiet", "run_command"]
 
 VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
 OF_A_REPLAY = ("--config", "--resume", "--ckpt_path", "--trainer.default_root_dir")
@@ -67,18 +67,20 @@ class Command:
     note: Callable[[pl.LightningDataModule], str | None]
 
 
-def run_command(command: Command, arguments: Sequence[str], *, validate: bool = False, test: bool = False) -> int:
+def run_command(
+    command: Command, arguments: Sequence[str], *, validate: bool = False, test: bool = False, line: type[CommandLine] | None = None
+) -> int:
     """Run LightningCLI arguments under ``command``; returns the exit status.
 
     ``validate`` and ``test`` say what is to follow ``fit``: a validation of the final weights unless ``fit`` has ended with one, and a
-    pass over the test set. What a person can put right (a setting, a file) ends in one line, with status 2 before the run has begun
-    and 1 after; faults of the program keep their traceback.
+    pass over the test set; ``line`` is a class that does something else with what it builds. What a person can put right (a setting, a
+    file) ends in one line, with status 2 before the run has begun and 1 after; faults of the program keep their traceback.
     """
-    _keep_quiet(command.prog)
+    keep_quiet(command.prog)
     signals = SignalHandler()
     signals.install()
     try:
-        CommandLine(command, list(arguments), signals=signals, validate=validate, test=test)
+        (line or CommandLine)(command, list(arguments), signals=signals, validate=validate, test=test)
     except Exception as error:
         if not _is_meant_for_people(error):
             raise
@@ -435,6 +437,8 @@ class CommandLine(LightningCLI):
                 path.rename(free_name(path))
             with atomic_write(path) as file:
                 torch.save(predictions, file)
+            if tensors and hasattr(self.datamodule, "write_predictions"):
+                self.datamodule.write_predictions(predictions, path.with_suffix(".csv"))
         shape = " x ".join(map(str, predictions.shape)) if tensors else f"{len(batches)} batches"
         self._close_evaluation([f"predictions: {path} ({shape})"])
 
@@ -500,7 +504,7 @@ _CHATTER = (
 )
 
 
-def _keep_quiet(prog: str) -> None:
+def keep_quiet(prog: str) -> None:
     """Silence Lightning's remarks on devices, tips and sanity; show warnings as one line each."""
 
     def wanted(record: logging.LogRecord) -> bool:

@@ -749,9 +749,9 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         note=lambda data: data.caveat,
     )
     if "data_benchmark" in given:
-        from resnet_ipu.throughput import benchmark_data
+        from resnet_ipu.throughput import DataBenchmark
 
-        return benchmark_data(command, arguments)
+        return run_command(command, arguments, line=DataBenchmark)
     return run_command(command, arguments, validate=short, test="test" in given)
 
 
@@ -803,8 +803,10 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
     """Rows for the table: network, data, device, precision."""
     data, size = line.datamodule, line.model.hparams.size
     network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else f"ResNet-{size}"
-    images = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on"
-    classes = [("classes", data.class_summary)] if hasattr(data, "class_summary") else []
+    if data.dataset_name == "IMAGENET":
+        images, classes = data.summary(line.subcommand), [("classes", data.class_summary)]
+    else:
+        images, classes = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on", []
     return [("network", network), ("data", data.description), ("images", images), *classes, *line.machine_facts()]
 
 
@@ -842,8 +844,10 @@ goes on."""
             raise UsageError("give the folder to read and the one to write to: resnet_ipu convert SRC DST")
         machine.wait_passively()
 
+        from lightning_ipu.run import keep_quiet
         from resnet_ipu.convert import convert
 
+        keep_quiet("resnet_ipu convert")
         shards = {"train": given.get("train_shards", 1024), "validation": given.get("validation_shards", 128)}
         workers = given.get("num_workers", machine.usable_cores())
         convert(

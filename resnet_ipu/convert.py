@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cifar_ipu.data import DataFileError, DataNotFoundError
@@ -187,7 +188,8 @@ def _run(writer: Writer, tasks: list[Shard], *, split: str, workers: int) -> dic
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("fork"), initializer=_begin, initargs=(writer,)) as pool:
         futures = [pool.submit(_make, shard) for shard in tasks]  # before the progress bar has a thread that a fork would lose
-        with Progress(*columns, transient=True) as progress:
+        console = Console(stderr=True)
+        with Progress(*columns, transient=True, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task(f"{split} shards", total=len(tasks))
             try:
                 for done in as_completed(futures):

@@ -7,6 +7,7 @@ places of their records, so that both forms give the same batches. Images stay u
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -690,6 +691,13 @@ class ImageNetDataModule(pl.LightningDataModule):
         """Validation images; 0 without a validation part."""
         return len(self.part("validation") or ())
 
+    def summary(self, subcommand: str) -> str:
+        """How many images there are for what is to be done; parts that it does not need are not looked for."""
+        if subcommand == "fit":
+            return f"{self.num_train_samples:,} to train on, {self.num_validation_samples:,} to validate on"
+        part = {"validate": self.part("validation"), "test": self._test_part}.get(subcommand, self._prediction_part)
+        return f"{len(part or ()):,} to {subcommand}"
+
     @property
     def closing_note(self) -> str | None:
         """The bad images that were left out; None where there are none."""
@@ -706,8 +714,13 @@ class ImageNetDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Find the images that this stage needs (once); they are read from then on."""
-        for split in {"fit": ("train", "validation"), "validate": ("validation",)}.get(stage, FOLDERS):
-            self.part(split)
+        if stage == "test":
+            _ = self._test_part
+        elif stage == "predict":
+            _ = self._prediction_part
+        else:
+            for split in ("train", "validation") if stage == "fit" else ("validation",) if stage == "validate" else FOLDERS:
+                self.part(split)
 
     def part(self, split: str) -> ImageDataset | None:
         """The data set `train`, `validation` or `test`; None where there is no such part."""
@@ -761,8 +774,8 @@ class ImageNetDataModule(pl.LightningDataModule):
         ignored = Counter(images.ignored)
         images.labels = self._labels(split, images, ignored)
         if ignored:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ignored.items()))
-            rank_zero_warn(f"{images.root}: {sum(ignored.values()):,} names are ignored: {reasons}")
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(ignored.items()))
+            rank_zero_warn(f"{images.root}: names that are ignored: {reasons}")
         return images
 
     def _labels(self, split: str, images: FolderImages, ignored: Counter) -> np.ndarray:
@@ -819,15 +832,35 @@ class ImageNetDataModule(pl.LightningDataModule):
 
     def test_dataloader(self) -> DataLoader | list:
         """Test images in order; the validation images where there are none whose class is known."""
-        part = self.part("test")
-        if part is None or (isinstance(part.source, FolderImages) and (part.source.labels < 0).any()):
+        if self._test_part is not self.part("test"):
             rank_zero_info(f"{self.data_dir} has no test images of known class: the validation images take their place.")
-            part = self.part("validation")
-        return self._loader(part, batch_size=self.eval_batch_size)
+        return self._loader(self._test_part, batch_size=self.eval_batch_size)
 
     def predict_dataloader(self) -> DataLoader | list:
         """The test images in order, of known class or not; the validation images where there are none."""
-        return self._loader(self.part("test") or self.part("validation"), batch_size=self.eval_batch_size)
+        return self._loader(self._prediction_part, batch_size=self.eval_batch_size)
+
+    @property
+    def _test_part(self) -> ImageDataset | None:
+        part = self.part("test")
+        known = part is not None and not (isinstance(part.source, FolderImages) and (part.source.labels < 0).any())
+        return part if known else self.part("validation")
+
+    @property
+    def _prediction_part(self) -> ImageDataset | None:
+        return self.part("test") or self.part("validation")
+
+    def write_predictions(self, probabilities: Tensor, path: Path) -> None:
+        """Write a table: each image's path (in shards: its place), the likeliest class and its probability, in the order of the data."""
+        part = self._prediction_part
+        best, labels = (values.tolist() for values in probabilities.float().max(dim=1))
+        table = io.StringIO()
+        writer = csv.writer(table)
+        writer.writerow(["image", "class", "probability"])
+        for row, label, probability in zip(part.rows.tolist(), labels, best, strict=False):  # fewer where the run was limited
+            writer.writerow([part.source.name(row), self.classes[label] if self.classes else label, f"{probability:.6f}"])
+        with atomic_write(path) as file:
+            file.write(table.getvalue().encode("utf-8", "surrogateescape"))
 
     def _loader(self, part: ImageDataset | None, *, batch_size: int, shuffle: bool = False) -> DataLoader | list:
         if part is None:

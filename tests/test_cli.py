@@ -129,7 +129,6 @@ def test_every_option_of_the_original_is_known_and_every_size_is_a_network():
         ("--pipeline --num-ipus 2 --replication-factor 2", "--num-ipus 2 with --replication-factor 2 makes one: give --num-ipus 4, 6, 8"),
         ("--num-ipus 3 --pipeline-splits network.layer2", "the 1 names of --pipeline-splits make 2 stages"),
         ("--pipeline-schedule GPipe --num-ipus 2", "--pipeline-schedule GPipe needs --pipeline"),
-        ("--dataset imagenet", "--dataset: imagenet: ImageNet is not available yet"),
         ("--dataset cifar-11", "'cifar-11' is not known; known are CIFAR-10"),
         ("--precision 16.8", "--precision: '16.8' is not known; known are auto, 16.16"),
         ("--prng", "--prng concerns 16-bit weights: it needs --precision 16.16, not auto"),
