@@ -194,7 +194,12 @@ def random_crop_box(height: int, width: int, uniforms: Sequence[float]) -> tuple
 
 def resized_crop(image: Tensor, box: tuple[int, int, int, int], size: int) -> Tensor:
     """A part (top, left, height, width) of an image [3, height, width] uint8, scaled to [3, size, size], antialiased."""
-    return v2.resized_crop_image(image, *box, [size, size], antialias=True)
+    return v2.resized_crop_image(_as_batch(image), *box, [size, size], antialias=True)[0]
+
+
+def _as_batch(image: Tensor) -> Tensor:
+    """A batch of one that shows by its strides that it is pixel by pixel in memory: resizing then is quicker, and stays so."""
+    return image.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
 
 
 def training_crop(
@@ -231,7 +236,7 @@ def center_crop(data: np.ndarray, *, size: int, resize: int) -> Tensor:
     Raises:
         ValueError: as `decode`.
     """
-    return v2.center_crop_image(v2.resize_image(decode(data), [resize], antialias=True), [size, size])
+    return v2.center_crop_image(v2.resize_image(_as_batch(decode(data)), [resize], antialias=True), [size, size])[0]
 
 
 def image_facts(data: np.ndarray) -> tuple[int, int, str]:
