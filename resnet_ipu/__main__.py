@@ -8,7 +8,6 @@ from __future__ import annotations
 LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main module says so
 
 import sys  # noqa: E402
-from argparse import ArgumentTypeError  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
@@ -46,7 +45,6 @@ examples:
 A step is a weight update in every option, log and checkpoint name; only --limit-train-batches and --limit-val-batches count
 micro-batches. Where a default is not the original program's (batch norm for group norm, Nesterov momentum, weight decay,
 zero-initialised last norms, warm-up) it is because the original's learns worse or diverges in as many updates."""
-
 
 
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
@@ -790,13 +788,6 @@ def _is_imagenet(arguments: list[str]) -> bool:
             )
         kept = wanted
     return (typed or kept) == "IMAGENET"
-
-
-def _note(data: Any) -> str | None:
-    """The closing line that must not be missed."""
-    if data.used_sample:
-        return "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
-    return getattr(data, "closing_note", None)
 
 
 def _facts(line: CommandLine) -> list[tuple[str, str]]:

@@ -699,7 +699,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         return f"{len(part or ()):,} to {subcommand}"
 
     @property
-    def closing_note(self) -> str | None:
+    def caveat(self) -> str | None:
         """The bad images that were left out; None where there are none."""
         lines = [f"a {split} shard is damaged: {fault}" for split, faults in self.damage.items() for fault in faults]
         for split, bad in self.bad_images.items():

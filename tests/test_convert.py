@@ -131,7 +131,7 @@ def test_a_damaged_record_is_named_or_left_out(shards, tmp_path):
     assert f"train-00002-of-00008: record {last} at byte" in str(fault) and "the data is damaged" in str(fault)
     skipping = ImageNetDataModule(data_dir=tmp_path, image_size=16, on_bad_image="skip")
     assert skipping.num_train_samples == GOOD - 1
-    assert "1 bad train images were left out:\n  " in skipping.closing_note and "train-00002-of-00008: record" in skipping.closing_note
+    assert "1 bad train images were left out:\n  " in skipping.caveat and "train-00002-of-00008: record" in skipping.caveat
 
 
 def test_the_layout_of_imagenets_shards_passes_end_to_end(tmp_path, monkeypatch, capfd):
