@@ -164,8 +164,8 @@ def convert(
     write_atomically(target / MANIFEST, json.dumps({**manifest, "records": counts}, indent=1) + "\n")
     total = sum((target / name).stat().st_size for name in counts)
     print(f"{target}: {sum(counts.values()):,} images in {len(counts):,} shards, {total / 1e6:,.1f} MB, {len(data.classes):,} classes")
-    if data.closing_note:
-        print(data.closing_note)
+    if data.caveat:
+        print(data.caveat)
 
 
 def _claim(target: Path, manifest: dict[str, Any]) -> None:
