@@ -26,6 +26,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import DataFileError, DataNotFoundError
 from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.randomness import mix, name_word
@@ -482,6 +483,8 @@ class ImageDataset(Dataset):
         rows: numbers of those to use.
         size: side in pixels of the images that come out.
         random: whether to crop at random, as in training.
+        resize: pixels to which evaluation scales the shorter side first.
+        augmentation: what is done to an image after crop and mirroring, in training.
         fast: decode large parts of JPEGs at half scale; see `training_crop`. Raises ValueError where simplejpeg is not installed.
         eight_bit: give images out as they are, uint8; otherwise normalised, float32.
     """
@@ -492,11 +495,14 @@ class ImageDataset(Dataset):
         *,
         rows: np.ndarray,
         size: int,
+        resize: int,
         random: bool = False,
+        augmentation: ImageAugmentation | None = None,
         fast: bool = False,
         eight_bit: bool = True,
     ) -> None:
-        self.source, self.rows, self.size, self.random, self.fast, self.eight_bit = source, rows, size, random, fast, eight_bit
+        self.source, self.rows, self.size, self.resize = source, rows, size, resize
+        self.random, self.augmentation, self.eight_bit = random, augmentation, eight_bit
         self._decode_half = half_scale_decoder() if fast else None
 
     def __len__(self) -> int:
@@ -532,10 +538,11 @@ class ImageDataset(Dataset):
 
     def _view(self, data: np.ndarray, *, seed: int, epoch: int, index: int) -> Tensor:
         if not self.random:
-            return center_crop(data, size=self.size, resize=round(self.size / EVAL_SHARE))
+            return center_crop(data, size=self.size, resize=self.resize)
         generator = torch.Generator().manual_seed(mix(seed, _CROP, epoch, index))
         uniforms = torch.rand(UNIFORMS, generator=generator, dtype=torch.float64).tolist()
-        return training_crop(data, size=self.size, uniforms=uniforms, decode_half=self._decode_half)
+        image = training_crop(data, size=self.size, uniforms=uniforms, decode_half=self._decode_half)
+        return self.augmentation(image, seed=seed, epoch=epoch, index=index) if self.augmentation else image
 
 
 @cache
@@ -565,7 +572,13 @@ class ImageNetDataModule(pl.LightningDataModule):
         eval_batch_size: images in a validation, test or prediction batch; null is micro_batch_size.
         num_workers: processes that load training and evaluation data.
         augment: random crops and mirrored images in training; otherwise it sees the middle, as evaluation does.
-        image_size: side of the images in pixels, as the network sees them; evaluation scales the shorter side to 8/7 of it first.
+        auto_augment: after that, randaugment (two random operations) or trivialaugment (one).
+        randaugment_magnitude: of randaugment's operations, 0 to 30; null is 9.
+        color_jitter: then vary brightness, contrast and saturation by up to this share each.
+        random_erasing: probability with which a rectangle is then filled with the mean colour.
+        image_size: side of the images in pixels, as the network sees them.
+        eval_image_size: the same in evaluation; null is image_size.
+        eval_resize: pixels to which evaluation scales the shorter side before it takes the middle; null is 8/7 of eval_image_size.
         fast_decode: decode training JPEGs at half scale where the crop has at least image_size pixels each way; some detail is lost.
         eight_bit_transfer: bring images to the device as uint8 and normalise them there, which moves a quarter of the bytes.
         on_bad_image: raise ends the run with the image's path; skip decodes all of them once before the run and leaves out the bad ones.
@@ -589,7 +602,13 @@ class ImageNetDataModule(pl.LightningDataModule):
         eval_batch_size: int | None = None,
         num_workers: int = 0,
         augment: bool = True,
+        auto_augment: Literal["randaugment", "trivialaugment"] | None = None,
+        randaugment_magnitude: int | None = None,
+        color_jitter: float | None = None,
+        random_erasing: float | None = None,
         image_size: int = 224,
+        eval_image_size: int | None = None,
+        eval_resize: int | None = None,
         fast_decode: bool = False,
         eight_bit_transfer: bool = True,
         on_bad_image: Literal["raise", "skip"] = "raise",
@@ -605,6 +624,7 @@ class ImageNetDataModule(pl.LightningDataModule):
             ("eval_batch_size", eval_batch_size, 1),
             ("num_workers", num_workers, 0),
             ("image_size", image_size, 1),
+            ("eval_image_size", eval_image_size, 1),
             ("num_classes", num_classes, 1),
             ("train_shards", train_shards, 1),
             ("validation_shards", validation_shards, 1),
@@ -615,14 +635,21 @@ class ImageNetDataModule(pl.LightningDataModule):
             raise ValueError(f"dataset={dataset!r} is unknown here: IMAGENET is")
         if on_bad_image not in ("raise", "skip"):
             raise ValueError(f"on_bad_image={on_bad_image!r} is unknown: choose from raise, skip")
-        if fast_decode and not augment:
-            raise ValueError("fast_decode=True means nothing with augment=False: only random crops are decoded at half scale")
+        single = {"auto_augment": auto_augment, "color_jitter": color_jitter, "random_erasing": random_erasing}
+        for name, value in {**single, "fast_decode": fast_decode or None}.items():
+            if value is not None and not augment:
+                raise ValueError(f"{name}={value} means nothing with augment=False, which switches random crops and all after them off")
         if fast_decode:
             half_scale_decoder()
         self.dataset_name, self.in_channels, self.used_sample = dataset, 3, False
         self.data_dir = Path(data_dir).expanduser()
         self.micro_batch_size, self.eval_batch_size = micro_batch_size, eval_batch_size or micro_batch_size
         self.num_workers, self.augment, self.image_size, self.fast_decode = num_workers, augment, image_size, fast_decode
+        self.eval_image_size = eval_image_size or image_size
+        self.eval_resize = eval_resize or round(self.eval_image_size / EVAL_SHARE)
+        if self.eval_resize < self.eval_image_size:
+            raise ValueError(f"eval_resize={eval_resize} must be at least the side of the middle that is taken, {self.eval_image_size}")
+        self.augmentation = ImageAugmentation(**single, magnitude=randaugment_magnitude, fill=MEAN)
         self.eight_bit_transfer, self.on_bad_image = eight_bit_transfer, on_bad_image
         self.index_dir = None if index_dir is None else Path(index_dir)
         self.bad_images: dict[str, dict[int, str]] = {}  # of each split: number, fault
@@ -751,9 +778,16 @@ class ImageNetDataModule(pl.LightningDataModule):
         rows = np.setdiff1d(np.arange(len(source)), np.array(list(bad), dtype=np.int64))
         if not len(rows):
             raise DataNotFoundError(f"{self.data_dir} has no {split} image that can be used")
-        random = self.augment and split == "train"
+        training = split == "train"
         return ImageDataset(
-            source, rows=rows, size=self.image_size, random=random, fast=self.fast_decode and random, eight_bit=self.eight_bit_transfer
+            source,
+            rows=rows,
+            size=self.image_size if training else self.eval_image_size,
+            resize=round(self.image_size / EVAL_SHARE) if training else self.eval_resize,
+            random=self.augment and training,
+            augmentation=self.augmentation,
+            fast=self.fast_decode and training,
+            eight_bit=self.eight_bit_transfer,
         )
 
     @cached_property

@@ -15,6 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from image_tree import make_tree
 
 from lightning_ipu import cli
 from resnet_ipu import __main__ as command
@@ -353,9 +354,11 @@ def test_a_strategy_without_a_plan_is_refused(run):
 
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_example_configurations_train(run, config):
+def test_the_example_configurations_train(run, config, tmp_path):
+    data = ["--data.dataset=SAMPLE"]
     limits = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
     if "stem" in yaml.safe_load(config.read_text())["model"]:  # of ImageNet: two replicas of two small images
+        data = [f"--data.data_dir={make_tree(tmp_path / 'tree')}", "--data.image_size=16", "--data.eval_image_size=16"]
         limits += [
             "--model.size=8",
             "--data.micro_batch_size=2",
@@ -364,7 +367,7 @@ def test_the_example_configurations_train(run, config):
             "--model.warmup_epochs=null",
         ]
         limits += [f"--trainer.strategy.init_args.{name}" for name in ("replication_factor=2", "gradient_accumulation_factor=1")]
-    status, output, _ = run("fit", "--config", str(config), "--data.dataset=SAMPLE", "--precision=32.32", *limits)
+    status, output, _ = run("fit", "--config", str(config), *data, "--precision=32.32", *limits)
     assert status == 0 and "epoch 1/1" in output
 
 
