@@ -11,8 +11,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torchvision
 from image_tree import BAD, CLASSES, encoded, make_tree, oddities, photo
+from PIL import Image
 from runs import make_trainer
+from torchvision.transforms import v2
 
 from cifar_ipu.data import DataFileError, DataNotFoundError
 from lightning_ipu.tfrecord import TFRecordError, encode_example, write_tfrecord
@@ -228,6 +231,59 @@ def test_a_samples_crop_is_a_function_of_seed_epoch_and_index_and_evaluation_has
     assert torch.equal(validation.seeded_batch([6], seed=1, epoch=2)[0], validation.seeded_batch([6], seed=5, epoch=0)[0])
     middle = module(tree, augment=False).part("train")
     assert torch.equal(middle.seeded_batch([6], seed=1, epoch=2)[0], middle.seeded_batch([6], seed=2, epoch=0)[0])
+
+
+def test_augmentation_is_drawn_like_crops_and_never_in_evaluation(tree):
+    options = {"auto_augment": "trivialaugment", "color_jitter": 0.4, "random_erasing": 1.0}
+    plain, augmented = module(tree), module(tree, **options)
+    train = augmented.part("train")
+    together, _ = train.seeded_batch([5, 6, 7], seed=1, epoch=2)
+    assert torch.equal(together[1], train.seeded_batch([6], seed=1, epoch=2)[0][0])
+    assert not torch.equal(together, plain.part("train").seeded_batch([5, 6, 7], seed=1, epoch=2)[0])
+    ours, theirs = (made.part("validation").seeded_batch(range(12), seed=1, epoch=2)[0] for made in (augmented, plain))
+    assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match="random_erasing=1.0 means nothing with augment=False"):
+        module(tree, augment=False, random_erasing=1.0)
+
+
+def test_evaluation_may_have_a_size_of_its_own(tree):
+    made = module(tree, image_size=16, eval_image_size=24, eval_resize=30)
+    images, _ = made.part("validation").seeded_batch([0], seed=0, epoch=0)
+    path = made.part("validation").source.name(0)
+    theirs = v2.Compose([v2.Resize(30), v2.CenterCrop(24), v2.PILToTensor()])(Image.open(path))
+    assert images.shape == (1, 3, 24, 24) and (images[0].int() - theirs.int()).abs().max() <= 1
+    assert made.part("train").seeded_batch([0], seed=0, epoch=0)[0].shape == (1, 3, 16, 16)
+    with pytest.raises(ValueError, match="eval_resize=20 must be at least the side of the middle that is taken, 24"):
+        module(tree, image_size=24, eval_resize=20)
+
+
+def test_torchvisions_weights_score_as_in_torchvisions_own_evaluation(tree, tmp_path):
+    theirs = torchvision.models.resnet18(num_classes=4).eval()
+    torch.save(theirs.state_dict(), tmp_path / "weights.pth")
+    steps = [v2.Resize(73), v2.CenterCrop(64), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.MEAN, data.STD)]
+    folder = torchvision.datasets.ImageFolder(tree / "val", v2.Compose(steps))
+    with torch.no_grad():
+        expected = theirs(torch.stack([image for image, _ in folder])).softmax(dim=1)
+    network = ResNetModule(size="18", num_classes=4, image_size=64, stem="imagenet", pretrained=str(tmp_path / "weights.pth"))
+    ours = torch.cat(make_trainer().predict(network, datamodule=module(tree, image_size=64, micro_batch_size=5)))
+    assert (ours - expected).abs().max() < 0.01 and expected.std() > 0.01
+    assert [label for _, label in folder] == module(tree).part("validation").source.labels.tolist()
+
+
+def test_a_run_that_is_interrupted_in_mid_epoch_goes_on_as_if_it_had_not_been(tree, tmp_path):
+    def fit(*, ckpt_path=None, **options):
+        torch.manual_seed(0)
+        network = ResNetModule(size="8", num_classes=4, image_size=16, schedule="const")
+        trainer = make_trainer(**{"R": 2, "max_epochs": 2, **options})
+        made = module(tree, num_workers=1, micro_batch_size=8, image_size=16, color_jitter=0.4)
+        trainer.fit(network, datamodule=made, ckpt_path=ckpt_path)
+        return trainer, network.state_dict()
+
+    whole = fit()[1]
+    trainer, _ = fit(max_steps=2)
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    resumed = fit(ckpt_path=tmp_path / "middle.ckpt")[1]
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
 def test_a_run_is_the_same_bit_for_bit_with_0_1_and_4_workers(tree):
