@@ -7,9 +7,12 @@ sample's own randomness is seeded with (seed, epoch, index), so neither loader w
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -136,6 +139,22 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+def _start_worker(worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
+    """Leave Ctrl-C and a first SIGTERM, which often reach all processes of a run, to the first process: it needs its workers to end well."""
+    received = 0
+
+    def terminate(signum: int, frame: Any) -> None:
+        nonlocal received
+        received += 1
+        if received > 1:
+            os._exit(128 + signum)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, terminate)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
 def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> DataLoader:
     """The same loader over another data set or sampler; its own draws (worker seeds) come from a generator of its own."""
     options = {
@@ -144,6 +163,7 @@ def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> DataLoader:
     }
     if loader.num_workers:
         options["multiprocessing_context"] = loader.multiprocessing_context
+        options["worker_init_fn"] = partial(_start_worker, loader.worker_init_fn)
     if isinstance(changed["dataset"], SeededDataset) and changed["dataset"].draws_batches:
         options["collate_fn"] = _as_is
     generator = torch.Generator().manual_seed(mix(seed, _LOADER))

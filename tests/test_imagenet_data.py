@@ -5,8 +5,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -379,6 +383,19 @@ def test_a_bad_image_ends_the_run_with_its_path_whoever_reads_it(run, bad_tree):
         status, out, errors = run(*TINY, "--data-dir", bad_tree, "--num-workers", workers)
         assert status == 1 and "Traceback" not in errors
         assert re.search(rf"^resnet_ipu: error: {bad_tree}/train/dog/(cut_off|web_page|empty|pointer)\.\w+: .", errors, re.M), errors
+
+
+def test_a_signal_to_all_processes_leaves_the_loaders_workers_to_the_first(tree, tmp_path):
+    words = [sys.executable, "-m", "resnet_ipu", *TINY, "--data-dir", str(tree), "--num-workers", "2", "--epochs", "10000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(command.__file__).parents[1])}
+    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(words, start_new_session=True, **options)
+    give_up = time.monotonic() + 120
+    while not (tmp_path / "results" / "checkpoints" / "last.ckpt").exists() and process.poll() is None and time.monotonic() < give_up:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in out and "the state is saved in results/checkpoints/last.ckpt" in out, out
 
 
 def test_the_data_benchmark_measures_and_trains_nothing(run, tree, tmp_path, monkeypatch):
