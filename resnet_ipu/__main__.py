@@ -1075,7 +1075,7 @@ def _is_imagenet(arguments: list[str]) -> bool:
                 f"data.dataset {wanted}, but {path} was trained on {trained_on}: leave data.dataset out, or give another checkpoint"
             )
         kept = wanted
-    return (typed or kept) == "IMAGENET"
+    return (typed or kept or "").upper() == "IMAGENET"  # in the wrong case it is told so
 
 
 def _facts(line: CommandLine, *, given: dict[str, Any]) -> list[tuple[str, str]]:
