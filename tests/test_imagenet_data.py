@@ -393,9 +393,9 @@ def test_a_signal_to_all_processes_leaves_the_loaders_workers_to_the_first(tree,
     give_up = time.monotonic() + 120
     while not (tmp_path / "results" / "checkpoints" / "last.ckpt").exists() and process.poll() is None and time.monotonic() < give_up:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in out and "the state is saved in results/checkpoints/last.ckpt" in out, out
+    assert process.returncode == 143 and "Traceback" not in out and "the state is saved in results/checkpoints/last.ckpt" in out, out
 
 
 def test_the_data_benchmark_measures_and_trains_nothing(run, tree, tmp_path, monkeypatch):
