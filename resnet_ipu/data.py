@@ -660,6 +660,10 @@ class ImageNetDataModule(pl.LightningDataModule):
                 raise ValueError(f"{name}={value} means nothing here: {self.data_dir} has folders of images, not shards")
         self._manifest = self._read_manifest()
         self.classes = list(classes) if classes else self._find_classes()  # None where shards do not name them
+        if self._manifest.get("classes", self.classes) != self.classes:
+            raise DataFileError(
+                f"{self.layout.manifest}: its {len(self._manifest['classes'])} classes are not those that the network learns"
+            )
         if self.classes is not None and num_classes not in (None, len(self.classes)):
             raise ValueError(f"num_classes={num_classes}, but {self.data_dir} has {len(self.classes)} classes")
         self.num_classes = num_classes or (STANDARD_CLASSES if self.classes is None else len(self.classes))

@@ -119,6 +119,11 @@ def test_a_shard_with_too_few_records_is_named(shards, tmp_path):
         _ = ImageNetDataModule(data_dir=tmp_path).num_train_samples
 
 
+def test_shards_of_other_classes_than_the_networks_are_refused(shards):
+    with pytest.raises(DataFileError, match=r"shards.json: its 4 classes are not those that the network learns"):
+        ImageNetDataModule(data_dir=shards, classes=["bee", "ant", "cat", "dog"])
+
+
 def test_a_damaged_record_is_named_or_left_out(shards, tmp_path):
     for path in shards.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
