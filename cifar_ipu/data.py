@@ -854,7 +854,11 @@ class ImageDataModule(pl.LightningDataModule):
         """The data in a few words, for people."""
         if self.synthesis is not None:
             kind = {"pattern": "class patterns", "noise": "noise"}[self.synthesis.kind]
-            return f"synthetic {kind} from the {self.synthetic}, in the shape of {self.dataset_name}"
+            facts, size = DATA_SETS[self.dataset_name], self.image_size
+            shape = self.dataset_name
+            if (size, self.num_classes) != (facts.image_size, facts.num_classes):
+                shape = f"{self.in_channels} x {size} x {size} images of {self.num_classes:,} classes"
+            return f"synthetic {kind} from the {self.synthetic}, in the shape of {shape}"
         return "SAMPLE (2,000 + 500 Fashion-MNIST images)" if self.used_sample else self.dataset_name
 
     @property
@@ -954,8 +958,10 @@ def _split(labels: np.ndarray, count: int, *, seed: int) -> tuple[np.ndarray, np
         return np.arange(len(labels)), np.arange(0)
     shuffled = np.argsort(random_words(seed, _SPLIT, indices=np.arange(len(labels))), kind="stable")
     place = np.empty(len(labels))  # of each row among its class, from 0 to 1: the lowest places of all classes together are held out
-    for label in np.unique(labels):
-        members = shuffled[labels[shuffled] == label]
-        place[members] = (np.arange(len(members)) + 0.5) / len(members)
+    members = shuffled[np.argsort(labels[shuffled], kind="stable")]  # class by class
+    sizes = np.bincount(labels)
+    place[members] = (np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + 0.5) / np.repeat(sizes, sizes)
     held_out = np.sort(np.argsort(place, kind="stable")[:count])
-    return np.setdiff1d(np.arange(len(labels)), held_out), held_out
+    kept = np.ones(len(labels), dtype=bool)
+    kept[held_out] = False
+    return np.flatnonzero(kept), held_out

@@ -298,7 +298,21 @@ def _benchmark_data(arguments: list[str]) -> int:
     parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
     parser.add_class_arguments(CosmoFlowDataModule, "data")
     others = ["model", "trainer", "checkpoint", "machine", "seed_everything", "precision", "half_type", "ckpt_path"]
-    for key in [*others, "resume", "checkpoint_every", "keep_last", "short_options", "epochs", "log_interval"]:
+    for key in [
+        *others,
+        "resume",
+        "checkpoint_every",
+        "keep_last",
+        "short_options",
+        "epochs",
+        "log_interval",
+        "events",
+        "checkpoint_input_dir",
+        "clean_dir",
+        "wandb",
+        "wandb_run_name",
+        "wandb_tags",
+    ]:
         parser.add_argument(f"--{key}", type=Any)  # of a configuration; only the data matter here
     try:
         data = parser.instantiate(parser.parse_args([word for word in arguments if word.startswith(("--config=", "--data."))])).data

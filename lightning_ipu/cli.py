@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_ipu import precision
+from lightning_ipu import configs, precision
 
 __all__ = [
     "AVERAGE_OPTIONS",
@@ -24,9 +28,11 @@ __all__ = [
     "Option",
     "UsageError",
     "average",
+    "boolean",
     "build_parser",
     "choice",
     "fraction_or_count",
+    "frequency",
     "lightning_arguments",
     "main",
     "names",
@@ -36,6 +42,7 @@ __all__ = [
     "positive",
     "precision_choice",
     "settings_of",
+    "warn",
 ]
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
@@ -52,15 +59,16 @@ class Option:
     Args:
         name: as typed, ``--batch-size``.
         key: LightningCLI's key that a given value goes to; None where the command's own rules turn the value into settings.
-        type: what reads the text; ``bool`` makes the option a flag.
+        type: what reads the text; ``bool`` makes the option a flag, which takes true or false as well.
         default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
             says which.
         shown: the default in words.
         help: one sentence.
         group: heading in the help.
         metavar: placeholder for the value in the help.
-        excludes: an option that cannot be given together with this one.
+        excludes: an option, or several, that cannot be given together with this one.
         refused: why the option, known from older programs, is not to be had here. It is listed in the help, and refused by name.
+        aliases: the option's names in the original programs.
     """
 
     name: str
@@ -71,12 +79,23 @@ class Option:
     default: Any = None
     shown: str | None = None
     metavar: str | None = None
-    excludes: str | None = None
+    excludes: str | tuple[str, ...] | None = None
     refused: str | None = None
+    aliases: tuple[str, ...] = ()
 
     @property
     def dest(self) -> str:
-        return self.name.lstrip("-").replace("-", "_")
+        return _dest(self.name)
+
+    @property
+    def excluded(self) -> list[str]:
+        """The names, with underscores, of the options that this one excludes."""
+        names = (self.excludes,) if isinstance(self.excludes, str) else self.excludes or ()
+        return [_dest(name) for name in names]
+
+
+def _dest(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
 
 
 # -- readers of values --------------------------------------------------------------------------------------------------------
@@ -120,6 +139,26 @@ def fraction_or_count(text: str) -> int | float:
     if value < 0 or (isinstance(value, float) and value > 1):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of batches or a share between 0.0 and 1.0")
     return value
+
+
+def boolean(text: str) -> bool:
+    """Reader of true and false, and of the other words for them that the original programs take."""
+    if text.lower() in ("true", "t", "1", "yes", "y", "on"):
+        return True
+    if text.lower() in ("false", "f", "0", "no", "n", "off"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} must be true or false")
+
+
+def frequency(text: str) -> str:
+    """Reader of how often something is to happen in an epoch: a number or a fraction such as 1/2, 0 for never; gives the fraction's text."""
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0 or a fraction such as 1/2")
+    return str(value)
 
 
 def numbers(text: str) -> list[float]:
@@ -211,7 +250,7 @@ _OF_ONE_START = ("resume", "output_dir", "model_dir", "log_dir", "log_dir_string
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
+        raise UsageError(re.sub(r"^argument (--[\w-]+)[^:]*", r"\1", message))
 
 
 class _Version(argparse.Action):
@@ -227,8 +266,14 @@ def _refusals(options: Iterable[Option]) -> str:
     return "\n".join(["known from the original program and refused:", *lines, "\n"]) if refused else ""
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        """A flag stands alone, although it takes true and false."""
+        return "" if action.metavar == "" else super()._format_args(action, default_metavar)
+
+
 def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=38, width=min(120, shutil.get_terminal_size().columns))
+    return _Formatter(prog, max_help_position=38, width=min(120, shutil.get_terminal_size().columns))
 
 
 def build_parser(
@@ -252,15 +297,16 @@ def build_parser(
         shown = option.shown if option.shown is not None or option.default is None else option.default
         explanation = (option.help if shown is None else f"{option.help} [{shown}]").replace("%", "%%")
         if option.type is bool:
-            reading: dict[str, Any] = {"action": "store_true"}
+            reading: dict[str, Any] = {"type": boolean, "nargs": "?", "const": True, "metavar": "BOOL" if option.default else ""}
         else:
             choices = getattr(option.type, "choices", None)
             reading = {"type": option.type, "metavar": option.metavar or ("{" + ",".join(choices) + "}" if choices else "N")}
-        groups[option.group].add_argument(option.name, dest=option.dest, default=argparse.SUPPRESS, help=explanation, **reading)
+        names = (option.name, *option.aliases)
+        groups[option.group].add_argument(*names, dest=option.dest, default=argparse.SUPPRESS, help=explanation, **reading)
 
     other = parser.add_argument_group("other")
     other.add_argument("-h", "--help", action="help", help="show this help")
-    other.add_argument("--version", action=_Version, nargs=0, const=version, help="show the version")
+    other.add_argument("--version", action=_Version, nargs=0, const=version, default=argparse.SUPPRESS, help="show the version")
 
     return parser
 
@@ -281,9 +327,11 @@ def parse(arguments: Sequence[str], *, parser: argparse.ArgumentParser, options:
         hint = f"; did you mean {near[0]}?" if near else f"; {parser.prog} --help lists the options"
         raise UsageError(f"unknown option {word}{hint}" if word.startswith("-") else f"unexpected argument {word!r}{hint}")
     given = vars(namespace)
+    on = {name for name, value in given.items() if value is not False}
     for option in options:
-        if option.dest in given and option.excludes and option.excludes.lstrip("-").replace("-", "_") in given:
-            raise UsageError(f"{option.name} and {option.excludes} exclude each other: give one of them")
+        for other in option.excluded:
+            if option.dest in on and other in on:
+                raise UsageError(f"{option.name} and --{other.replace('_', '-')} exclude each other: give one of them")
     return given
 
 
@@ -300,6 +348,12 @@ def settings_of(given: Mapping[str, Any], options: Iterable[Option]) -> dict[str
 def lightning_arguments(settings: Mapping[str, Any]) -> list[str]:
     """LightningCLI arguments, ``--key=value``, for a mapping of its keys; values are written as JSON, which is YAML too."""
     return [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+
+
+def warn(text: str, *, prog: str) -> None:
+    """Say what is worth a line before a run begins; of several processes the first does."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{prog}: warning: {text}", file=sys.stderr)
 
 
 def output_directory(given: Mapping[str, Any]) -> str:
@@ -327,13 +381,9 @@ def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dic
             f" python -m {prog} fit --config {directory}/config.yaml --resume true"
         )
     for option in options:
-        if option.dest in given and option.excludes:
-            before.pop(option.excludes.lstrip("-").replace("-", "_"), None)
-        if option.excludes and option.excludes.lstrip("-").replace("-", "_") in given:
-            before.pop(option.dest, None)
         if option.dest in before and option.dest in given and before[option.dest] != given[option.dest]:
             print(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}", file=sys.stderr)
-    return {**before, **given}
+    return configs.overlay(before, given, options)
 
 
 def average(words: Sequence[str], *, prog: str, version: Callable[[], str]) -> int:
@@ -367,6 +417,7 @@ def main(
     options: Sequence[Option],
     settle: Callable[[dict[str, Any]], list[str]],
     start: Callable[..., int],
+    folder: Path | None = None,
 ) -> int:
     """Run a command line, short form or LightningCLI's; returns the exit status.
 
@@ -375,17 +426,24 @@ def main(
         settle: turns the given options into the arguments of LightningCLI's ``fit``; raises UsageError.
         start: runs LightningCLI with such arguments; ``short`` tells it which form they came from, ``given`` the options that
             were given in the short one. All that imports torch happens in there.
+        folder: where the command's named configurations lie, for an option --config that names one of them or a file like them.
     """
     if arguments and arguments[0] in SUBCOMMANDS:
         lightning, form = list(arguments), {"short": False, "given": {}}
     else:
         try:
             given = parse(arguments, parser=parser, options=options)
-            if "resume" in given:
+            if folder is not None and "config" in given:
+                configured = configs.read(given.pop("config"), folder=folder, options=options, prog=parser.prog)
+                given = configs.overlay(configured, given, options)
+            if given.get("resume"):
                 given = _resumed(given, options, parser.prog)
             kept = {name: value for name, value in given.items() if name not in _OF_ONE_START}
-            lightning, form = ["fit", *settle(given), *lightning_arguments({"short_options": kept})], {"short": True, "given": given}
-        except UsageError as error:
+            flags = {option.dest for option in options if option.type is bool and not option.default}
+            given = {name: value for name, value in given.items() if value or name not in flags}
+            words = [*settle(given), *lightning_arguments({"short_options": kept})]
+            lightning, form = ["fit" if given.get("training", True) else "validate", *words], {"short": True, "given": given}
+        except (UsageError, configs.ConfigError) as error:
             print(f"{parser.prog}: error: {error}", file=sys.stderr)
             return 2
     try:

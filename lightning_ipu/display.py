@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-__all__ = ["RunDisplay", "closing_lines", "plan_rows", "plan_table"]
+__all__ = ["RunDisplay", "closing_lines", "plan_rows", "plan_table", "score_table"]
 
 SECONDS_BETWEEN_LINES = 10.0
 REFRESHES_PER_SECOND = 2.0
@@ -74,6 +74,23 @@ def closing_lines(*, throughput: float | None = None, accuracy: float | None = N
     if loss is not None:
         lines.append(f"loss: {loss:.4f}")
     return lines
+
+
+def score_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of what checkpoints scored: one row each, with accuracies in percent."""
+    table = Table(title="checkpoints", title_justify="left")
+    for name in rows[0]:
+        words = {"step": "weight updates"}.get(name, name.removeprefix("val_"))
+        table.add_column(words, justify="left" if name == "checkpoint" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_score(name, value) for name, value in row.items()))
+    return table
+
+
+def _score(name: str, value: Any) -> str:
+    if name.endswith("accuracy"):
+        return f"{100 * value:.2f} %"
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
 
 
 # -- the run ------------------------------------------------------------------------------------------------------------------

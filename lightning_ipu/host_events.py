@@ -7,9 +7,12 @@ last update of the run, a validation, a checkpoint. Events therefore fall where 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
 
 from lightning_ipu.plan import Plan
 
@@ -28,6 +31,8 @@ class HostEvents:
         in_run: (what, period): due after every so many updates of the run.
         in_epoch: (what, period): due after every so many updates of an epoch.
         before: (what, period): due before the last of every so many updates of the run.
+        from_update: (what, update, period): due after this update of the run and every so many more.
+        logs_are_given: whether it was said how often to log; an epoch then need not show a training loss.
     """
 
     device_iterations: int
@@ -36,6 +41,8 @@ class HostEvents:
     in_run: list[tuple[str, int]] = field(default_factory=list)
     in_epoch: list[tuple[str, int]] = field(default_factory=list)
     before: list[tuple[str, int]] = field(default_factory=list)
+    from_update: list[tuple[str, int, int]] = field(default_factory=list)
+    logs_are_given: bool = False
 
     def updates_until_due(self, *, run_update: int, epoch_update: int) -> int:
         """Weight updates that the next host step may hold, after so many in the run and in the epoch."""
@@ -43,6 +50,9 @@ class HostEvents:
         bounds += [period - run_update % period for _, period in self.in_run]
         bounds += [period - epoch_update % period for _, period in self.in_epoch]
         bounds += [period - (run_update + 1) % period for _, period in self.before]
+        bounds += [
+            first - run_update if run_update < first else period - (run_update - first) % period for _, first, period in self.from_update
+        ]
         if self.updates_per_epoch is not None:
             bounds.append(self.updates_per_epoch - epoch_update)
         if self.max_steps >= 0:
@@ -52,7 +62,7 @@ class HostEvents:
     @property
     def reduction(self) -> str | None:
         """One line that says by what the device iterations are cut, None where nothing cuts them."""
-        limits = [*self.in_run, *self.in_epoch, *self.before]
+        limits = [*self.in_run, *self.in_epoch, *self.before, *((what, period) for what, _, period in self.from_update)]
         if self.updates_per_epoch is not None:
             limits.append(("an epoch", self.updates_per_epoch))
         if self.max_steps >= 0:
@@ -62,6 +72,156 @@ class HostEvents:
             return None
         period, what = min(cutting)
         return f"device_iterations={self.device_iterations}: host steps hold at most {period}, since {what} is due after every {period} weight updates"
+
+
+def nearest_divisor(number: int, wanted: Fraction) -> int:
+    """The divisor of `number` that is nearest to `wanted`; of two as near, the larger."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return min((*small, *(number // divisor for divisor in small)), key=lambda divisor: (abs(divisor - wanted), -divisor))
+
+
+def updates_between(
+    per_epoch: Fraction, *, what: str, updates_per_epoch: int, epochs: int | None, exact: bool = False
+) -> tuple[int | None, str | None]:
+    """Weight updates from one event to the next, of so many in an epoch, and what to say where it is not the frequency asked for.
+
+    Several events in an epoch divide its weight updates evenly; one event in several epochs falls at the end of an epoch, and the epochs of
+    the run are divided evenly. Where that cannot be, the nearest frequency at which it can is taken. The rule, and that a fraction of an
+    epoch's events is rounded down, are those of Graphcore's TensorFlow 2 CNNs.
+
+    Args:
+        per_epoch: events in an epoch; below 1 one in several epochs, 0 none.
+        what: the events, for messages: "logs".
+        updates_per_epoch: weight updates in an epoch.
+        epochs: of the run; None where they have no bound.
+        exact: refuse one event in several epochs where these do not divide the run's.
+
+    Raises:
+        ValueError: a frequency that cannot be, naming it and the epochs.
+    """
+    if per_epoch == 0:
+        return None, None
+    if per_epoch >= 1:
+        chosen = Fraction(nearest_divisor(updates_per_epoch, per_epoch))
+        updates = updates_per_epoch // int(chosen)
+    elif epochs is None:
+        if per_epoch.numerator != 1:
+            raise ValueError(f"{per_epoch} {what} per epoch of a run without a number of epochs: give 1/n, or set the epochs")
+        chosen, updates = per_epoch, updates_per_epoch * per_epoch.denominator
+    else:
+        wanted = per_epoch * epochs
+        if exact and wanted.denominator != 1:
+            raise ValueError(
+                f"{per_epoch} {what} per epoch cannot be in {epochs} epochs, which {_number(1 / per_epoch)} epochs at a time do not divide"
+            )
+        events = nearest_divisor(epochs, Fraction(int(wanted)))
+        chosen, updates = Fraction(events, epochs), updates_per_epoch * epochs // events
+    if chosen == per_epoch:
+        return updates, None
+    whole = f"{updates_per_epoch:,} weight updates of an epoch" if per_epoch >= 1 else f"{epochs} epochs of the run"
+    return updates, (
+        f"{_number(per_epoch)} {what} per epoch do not divide the {whole} evenly; the nearest number that does is taken: {chosen} per epoch,"
+        f" one every {updates:,} weight updates"
+    )
+
+
+def _number(value: Fraction) -> str:
+    return str(value) if value.denominator < 100 else f"{float(value):g}"
+
+
+class EventsPerEpoch(Callback):
+    """How often a run under IPUStrategy logs, saves and validates, told per epoch: numbers, or fractions such as "1/2"; 0 is never.
+
+    A host step ends where one of them is due. What was asked for and is not to be had exactly is announced in a warning.
+
+    Args:
+        logs: rows with a training loss of their own that loggers get; 0 gives one at the run's end. One in several epochs must divide them.
+            None leaves that to the Trainer's `log_every_n_steps`.
+        checkpoints: of a command, which keeps each under its number of weight updates, and the last state in any case.
+        first_checkpoint_epoch: epochs before the first of them; 0 for as many as lie between two.
+        validations: while training; 0 leaves one at the end possible. None leaves them to the Trainer's `val_check_interval` and `check_val_every_n_epoch`.
+
+    Raises:
+        ValueError: a value that is no frequency; when training starts: one that cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        logs: str | float | None = None,
+        checkpoints: str | float | None = None,
+        first_checkpoint_epoch: float = 0.0,
+        validations: str | float | None = None,
+    ) -> None:
+        self.logs = _frequency("logs", logs)
+        self.checkpoints = _frequency("checkpoints", checkpoints)
+        self.validations = _frequency("validations", validations)
+        if not 0 <= first_checkpoint_epoch < float("inf"):
+            raise ValueError(f"first_checkpoint_epoch={first_checkpoint_epoch} must be at least 0")
+        if first_checkpoint_epoch and not self.checkpoints:
+            raise ValueError(f"first_checkpoint_epoch={first_checkpoint_epoch:g} needs checkpoints per epoch")
+        self.first_checkpoint_epoch = first_checkpoint_epoch
+        self.log_every: int | None = None  # weight updates, from here on, once training starts
+        self.first_checkpoint: int = 0
+        self.checkpoint_every: int | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.validations == 0:
+            trainer.check_val_every_n_epoch, trainer.val_check_interval = 1 << 30, 1.0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.logs is None and not self.checkpoints and not self.validations:
+            return
+        updates = trainer.strategy.progress.updates_per_epoch
+        if updates is None:
+            raise ValueError("logs, checkpoints or validations per epoch need epochs of a known length, which a stream has not")
+        epochs = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None
+        if self.logs is not None:
+            self.log_every = self._every(self.logs, "logs", updates, epochs, exact=True)
+            if self.log_every is None:
+                ends = [trainer.max_steps] if trainer.max_steps > 0 else []
+                ends += [epochs * updates] if epochs else []
+                self.log_every = min(ends, default=1 << 62)
+            trainer.log_every_n_steps = self.log_every
+        if self.checkpoints:
+            within = epochs
+            if epochs is not None and (within := int(epochs - self.first_checkpoint_epoch)) < 0:
+                raise ValueError(
+                    f"first_checkpoint_epoch={self.first_checkpoint_epoch:g} lies after the last of {epochs} epochs, so that there is never one of"
+                    f" the {self.checkpoints} checkpoints per epoch"
+                )
+            self.checkpoint_every = self._every(self.checkpoints, "checkpoints", updates, within or epochs)
+            self.first_checkpoint = round(self.first_checkpoint_epoch * updates) or self.checkpoint_every
+        if self.validations:
+            every = self._every(self.validations, "validations", updates, epochs)
+            trainer.check_val_every_n_epoch = max(1, every // updates)
+            trainer.val_check_interval = every if every < updates else 1.0
+
+    def _every(self, per_epoch: Fraction, what: str, updates: int, epochs: int | None, *, exact: bool = False) -> int | None:
+        every, remark = updates_between(per_epoch, what=what, updates_per_epoch=updates, epochs=epochs, exact=exact)
+        if remark:
+            rank_zero_warn(remark)
+        return every
+
+    def checkpoint_due(self, update: int) -> bool:
+        """Whether one of the checkpoints is due after so many weight updates of the run."""
+        return (
+            bool(self.checkpoint_every)
+            and update >= self.first_checkpoint
+            and (update - self.first_checkpoint) % self.checkpoint_every == 0
+        )
+
+
+def _frequency(name: str, value: str | float | None) -> Fraction | None:
+    try:
+        frequency = None if value is None else Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        frequency = Fraction(-1)
+    if frequency is not None and frequency < 0:
+        raise ValueError(f"{name}={value!r} per epoch must be a number of at least 0 or a fraction such as 1/2")
+    return frequency
 
 
 def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> HostEvents:
@@ -76,6 +236,12 @@ def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> Ho
             events.in_run.append(("a checkpoint", callback._every_n_train_steps))
         if every := getattr(callback, "every_n_updates", None):
             events.in_run.append(("a checkpoint", every))
+        if isinstance(callback, EventsPerEpoch):
+            if callback.log_every is not None:
+                events.in_run.append(("a log", callback.log_every))
+                events.logs_are_given = True
+            if callback.checkpoint_every is not None:
+                events.from_update.append(("a checkpoint", callback.first_checkpoint, callback.checkpoint_every))
         if any(base.__name__ in _EVERY_UPDATE for base in type(callback).__mro__) and not isinstance(callback, StochasticWeightAveraging):
             events.in_run.append((type(callback).__name__, 1))
         if isinstance(callback, LearningRateMonitor) and callback.logging_interval != "epoch" and trainer.log_every_n_steps > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +19,9 @@ from typing_extensions import override
 from lightning_ipu.averaging import OF_CHECKPOINTS
 from lightning_ipu.checkpoint import link
 from lightning_ipu.display import RunDisplay
+from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.output import MetricsFile
+from lightning_ipu.resume import KEY, weight_updates_in
 
 LAST = "last.ckpt"
 SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys
@@ -31,6 +34,17 @@ def latest_checkpoint(directory: Path) -> Path | None:
     loaded = {path: torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in directory.glob("*.ckpt")}
     found = {path: checkpoint["global_step"] for path, checkpoint in loaded.items() if OF_CHECKPOINTS not in checkpoint}
     return max(found, key=lambda path: (found[path], path.name), default=None)
+
+
+def stages_of(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
+    """Checkpoints in the order of their weight updates: (weight updates, epochs done, file); ``last.ckpt`` only where it is no second name."""
+    found = []
+    for path in paths:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        epochs = checkpoint[KEY]["position"]["epoch"] if KEY in checkpoint else checkpoint["epoch"]
+        found.append((weight_updates_in(checkpoint), epochs, path))
+    others = {updates for updates, _, path in found if path.name != LAST}
+    return sorted(stage for stage in found if stage[2].name != LAST or stage[0] not in others)
 
 
 class SignalHandler:
@@ -75,10 +89,20 @@ class RunCheckpoints(Callback):
         directory: of the checkpoints.
         every: weight updates from one checkpoint to the next, None for those of the epochs alone.
         keep: how many of the latest are kept, under their numbers of weight updates; 1 keeps ``last.ckpt`` alone.
+        events: says how often per epoch instead, where it says anything about checkpoints; all of those are kept if ``keep`` is 1.
     """
 
-    def __init__(self, directory: Path, *, every: int | None, keep: int, signals: SignalHandler, settings: dict[str, Any]) -> None:
-        self.directory, self.every_n_updates, self.keep = directory, every, keep
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        every: int | None,
+        keep: int,
+        signals: SignalHandler,
+        settings: dict[str, Any],
+        events: EventsPerEpoch | None = None,
+    ) -> None:
+        self.directory, self.every_n_updates, self.keep, self.events = directory, every, keep, events
         self.signals, self.settings = signals, settings
         self.trained = False  # whether there was anything left to train
         self._saved_after: int | None = None
@@ -94,13 +118,14 @@ class RunCheckpoints(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.every_n_updates and trainer.global_step % self.every_n_updates == 0:
+        if self.every_n_updates and trainer.global_step % self.every_n_updates == 0 or self._is_due(trainer):
             self._save(trainer)
         self._end_if_asked(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._save(trainer)
+        if not self._per_epoch or self._is_due(trainer):
+            self._save(trainer)
         self._end_if_asked(trainer)
 
     @override
@@ -120,18 +145,29 @@ class RunCheckpoints(Callback):
         if self._saved_after == trainer.global_step:
             return
         self._saved_after = trainer.global_step
-        if self.keep == 1:
+        if not self._is_due(trainer) if self._per_epoch else self.keep == 1:
             trainer.save_checkpoint(self.directory / LAST)
             return
         path = self.directory / f"update{trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             link(path, self.directory / LAST)
-            numbered = {
-                int(number): path for path in self.directory.glob("update*.ckpt") if (number := path.stem[len("update") :]).isdigit()
-            }
+            if self._per_epoch and self.keep == 1:
+                return
+            numbered = self.numbered()
             for number in sorted(number for number in numbered if number <= trainer.global_step)[: -self.keep]:
                 numbered[number].unlink()
+
+    @property
+    def _per_epoch(self) -> bool:
+        return self.events is not None and self.events.checkpoints is not None
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        return self._per_epoch and self.events.checkpoint_due(trainer.global_step)
+
+    def numbered(self) -> dict[int, Path]:
+        """The checkpoints that are kept under their numbers of weight updates."""
+        return {int(number): path for path in self.directory.glob("update*.ckpt") if (number := path.stem[len("update") :]).isdigit()}
 
     def _end_if_asked(self, trainer: pl.Trainer) -> None:
         if trainer is not self.signals.trainer or (signum := trainer.strategy.agreed_stop_signal()) is None:

@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,9 +19,9 @@ try:
 except ImportError:  # not a POSIX system: directories are then not locked
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MetricsFile", "OutputDirectory", "OutputDirectoryError", "free_name", "write_atomically"]
+__all__ = ["MetricsFile", "OutputDirectory", "OutputDirectoryError", "free_name", "write_atomically", "write_scores"]
 
-CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.csv", "checkpoints"
+CONFIG, METRICS, CHECKPOINTS, SCORES = "config.yaml", "metrics.csv", "checkpoints", "validation.csv"
 TRAIN_REPORT, EVAL_REPORT = "train_report.txt", "eval_report.txt"
 
 
@@ -81,9 +81,9 @@ class OutputDirectory:
         return aside
 
     def _written_names(self) -> list[str]:
-        patterns = ("config-*.yaml", "*_report-*.txt")
+        patterns = ("config-*.yaml", "validation-*.csv", "*_report-*.txt")
         kept = [path.name for pattern in patterns for path in sorted(self.path.glob(pattern))]
-        return [CONFIG, METRICS, CHECKPOINTS, TRAIN_REPORT, EVAL_REPORT, *kept]
+        return [CONFIG, METRICS, CHECKPOINTS, SCORES, TRAIN_REPORT, EVAL_REPORT, *kept]
 
     def holds(self, path: str | Path) -> bool:
         """Whether ``path`` lies inside this directory."""
@@ -202,6 +202,20 @@ class MetricsFile(Logger):
         csv.writer(text).writerows([self._columns, *([row.get(name) or "" for name in self._columns] for row in rows)])
         write_atomically(self.path, text.getvalue())
         self._file = self.path.open("a", newline="")
+
+
+def write_scores(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write what checkpoints scored to ``validation.csv``, one row for each; an earlier file is moved aside."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows({name: value if isinstance(value, str) else _text(value) for name, value in row.items()} for row in rows)
+    path = directory / SCORES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.rename(free_name(path))
+    write_atomically(path, text.getvalue())
+    return path
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -23,15 +23,18 @@ from jsonargparse import ArgumentError
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.loggers import Logger, WandbLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from rich.console import Console
 from typing_extensions import override
 
 from lightning_ipu import averaging, machine
 from lightning_ipu.checkpoint import atomic_write
-from lightning_ipu.display import RunDisplay, closing_lines
-from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint
-from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically
+from lightning_ipu.display import RunDisplay, closing_lines, score_table
+from lightning_ipu.host_events import EventsPerEpoch
+from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
+from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically, write_scores
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import weight_updates_in
@@ -162,10 +165,21 @@ class CommandLine(LightningCLI):
             type=PositiveFloat | None,
             help="seconds between lines that say how far a run is; null is 10, and beside a terminal's moving line none",
         )
+        parser.add_argument(
+            "--checkpoint_input_dir",
+            type=str | None,
+            default=None,
+            help="score every checkpoint in it, in the order of their weight updates",
+        )
+        parser.add_argument("--clean_dir", type=bool, default=False, help="delete checkpoints made per epoch once they have been scored")
+        parser.add_argument("--wandb", type=bool, default=False, help="log to Weights & Biases as well; offline with WANDB_MODE=offline")
+        parser.add_argument("--wandb_run_name", type=str | None, default=None, help="name of the run there")
+        parser.add_argument("--wandb_tags", type=list[str] | None, default=None, help="tags of the run there")
         parser.add_function_arguments(set_up_machine, "machine")
         for attribute, argument in self.command.links:
             parser.link_arguments(f"data.{attribute}", f"model.{argument}", apply_on="instantiate")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(EventsPerEpoch, "events")
         parser.set_defaults(
             {
                 "checkpoint.monitor": VAL_ACCURACY,
@@ -191,7 +205,10 @@ class CommandLine(LightningCLI):
                 if self.config.subcommand != "fit":
                     raise MisconfigurationException(f"ckpt_path=last: there is no checkpoint in {checkpoints}")
                 self.signals.say(f"There is nothing to resume in {checkpoints.parent}: the run begins.")
-        checkpoint = torch.load(path, map_location="cpu", mmap=True) if path and Path(path).is_file() else None
+        settings_from = path
+        if self.config.subcommand != "fit" and not path and config.checkpoint_input_dir:
+            settings_from = latest_checkpoint(Path(config.checkpoint_input_dir))
+        checkpoint = torch.load(settings_from, map_location="cpu", mmap=True) if settings_from and Path(settings_from).is_file() else None
         if checkpoint is not None:
             self.averaged = averaging.description(checkpoint)
             if self.goes_on and averaging.OF_CHECKPOINTS in checkpoint:
@@ -285,6 +302,8 @@ class CommandLine(LightningCLI):
             for checkpoint in (config.checkpoint, self.config_init[self.subcommand].checkpoint):
                 if checkpoint.monitor == VAL_ACCURACY:  # which nothing will log: the latest is kept, not the best
                     checkpoint.monitor, checkpoint.filename = None, "update{step}"
+                    if config.keep_last > 1 or config.events.checkpoints is not None:
+                        checkpoint.save_top_k = 0  # several of the latest are kept, under that name
 
         directory = Path(settings.default_root_dir)
         callbacks: list[Callback] = list(settings.callbacks or [])
@@ -301,17 +320,23 @@ class CommandLine(LightningCLI):
             if rank_zero_only.rank == 0:
                 self.output = OutputDirectory(directory)
             if settings.logger in (None, True):
-                kwargs["logger"] = MetricsFile(directory) if rank_zero_only.rank == 0 else False
+                kwargs["logger"] = self._loggers(directory) if rank_zero_only.rank == 0 else False
             kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
             kept["half_type"] = config.half_type
             fit = self.config_init[self.subcommand]
             self.checkpoints = RunCheckpoints(
-                directory / CHECKPOINTS, every=fit.checkpoint_every, keep=fit.keep_last, signals=self.signals, settings=kept
+                directory / CHECKPOINTS,
+                every=fit.checkpoint_every,
+                keep=fit.keep_last,
+                signals=self.signals,
+                settings=kept,
+                events=fit.events,
             )
             callbacks.insert(0, self.checkpoints)  # before the display's clock goes on
         elif settings.logger in (None, True):
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        trainer.callbacks.sort(key=lambda callback: not isinstance(callback, EventsPerEpoch))  # first: what it refuses has not begun
         if not isinstance(trainer.strategy, IPUStrategy):
             raise MisconfigurationException(
                 f"trainer.strategy: {type(trainer.strategy).__name__} has no plan; this command runs under IPUStrategy"
@@ -348,6 +373,19 @@ class CommandLine(LightningCLI):
         plan = replace(plan, micro_batch_size=data.micro_batch_size)
         updates = max(1, round(epochs * plan.updates_in(samples)))
         return {"max_epochs": -1, "max_steps": updates}, f"{epochs:g}, that is {updates:,} weight updates"
+
+    def _loggers(self, directory: Path) -> list[Logger]:
+        """``metrics.csv``, and Weights & Biases where it is asked for."""
+        config = self.config[self.subcommand]
+        loggers: list[Logger] = [MetricsFile(directory)]
+        if config.wandb:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                named = {"project": self.command.prog, "name": config.wandb_run_name, "tags": config.wandb_tags}
+                loggers.append(WandbLogger(save_dir=directory, config=config.as_dict(), **named))
+            except ModuleNotFoundError:
+                raise MisconfigurationException("wandb needs the package of that name: pip install wandb") from None
+        return loggers
 
     def begin_output(self, config_yaml: str) -> None:
         """Make room in the output directory, now that a run really begins, and write its configuration.
@@ -398,9 +436,11 @@ class CommandLine(LightningCLI):
             return
         final = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         validated = self.display is not None and self.display.validated_at == self.trainer.global_step
-        if not self.trainer.strategy.broadcast(validated):
+        validates = self.then_validate and self.trainer.limit_val_batches != 0
+        scored_below = validates and not self.config.fit.checkpoint_input_dir and self.trainer.global_step in self._made_per_epoch()
+        if scored_below or not self.trainer.strategy.broadcast(validated):
             final.pop(VAL_LOSS, None), final.pop(VAL_ACCURACY, None)
-            if self.then_validate and self.trainer.limit_val_batches != 0:
+            if validates and not scored_below:
                 scores = self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
                 final = scores[0] if scores else {}
         self._close(
@@ -410,11 +450,18 @@ class CommandLine(LightningCLI):
             scores = self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)[0]
             lines = closing_lines(accuracy=scores.get("test_accuracy"), loss=scores.get("test_loss"))
             self._close([f"test {line}" for line in lines])
+        if validates:  # last, since it leaves other weights behind
+            rows = self._score_checkpoints()
+            if scored_below:
+                self._close(closing_lines(accuracy=rows[-1].get(VAL_ACCURACY), loss=rows[-1].get(VAL_LOSS)))
         if note := self.command.note(self.datamodule):
             self._close([note])
 
     def validate(self, **arguments: Any) -> None:
         """Lightning's ``validate`` with this command's closing lines in place of its table."""
+        if self.ckpt_path is None and self._score_checkpoints():
+            self._close_evaluation([])
+            return
         self._warn_of_random_weights()
         scores = self.trainer.validate(**{**arguments, "ckpt_path": self.ckpt_path, "verbose": False})[0]
         self._close_evaluation(closing_lines(accuracy=scores.get(VAL_ACCURACY), loss=scores.get(VAL_LOSS)))
@@ -441,6 +488,38 @@ class CommandLine(LightningCLI):
                 self.datamodule.write_predictions(predictions, path.with_suffix(".csv"))
         shape = " x ".join(map(str, predictions.shape)) if tensors else f"{len(batches)} batches"
         self._close_evaluation([f"predictions: {path} ({shape})"])
+
+    def _score_checkpoints(self) -> list[dict[str, Any]]:
+        """Validate all checkpoints in ``checkpoint_input_dir``, or those that the run made per epoch: a table, ``validation.csv``, and rows."""
+        config, made = self.config[self.subcommand], self._made_per_epoch()
+        paths = list(made.values())
+        if (folder := config.checkpoint_input_dir) is not None:
+            if not Path(folder).is_dir():
+                raise MisconfigurationException(f"checkpoint_input_dir: there is no directory {folder}")
+            paths = sorted(Path(folder).glob("*.ckpt"))
+            if not paths:
+                warnings.warn(f"there is no checkpoint (*.ckpt) in {folder}", stacklevel=2)
+        rows: list[dict[str, Any]] = []
+        loggers = self.trainer.loggers
+        for updates, epochs, path in stages_of(paths):
+            is_final = updates == self.trainer.global_step and path in made.values()
+            self.trainer.loggers = loggers if is_final else []  # whose x axis stands at the run's end
+            scores = self.trainer.validate(self.model, datamodule=self.datamodule, ckpt_path=str(path), verbose=False)[0]
+            rows.append({"step": updates, "epochs": epochs, "checkpoint": path.name, **scores})
+        self.trainer.loggers = loggers
+        if rows and self.trainer.is_global_zero:
+            path = write_scores(Path(self.trainer.default_root_dir), rows)
+            Console().print(score_table(rows))
+            self._close([f"the same in {path}"])
+        if rows and config.clean_dir and self.trainer.is_global_zero:
+            for path in made.values():
+                path.unlink()
+        return rows
+
+    def _made_per_epoch(self) -> dict[int, Path]:
+        """The checkpoints that the run has kept for their frequency per epoch, by their weight updates."""
+        kept = self.checkpoints is not None and self.checkpoints.events.checkpoints is not None
+        return self.checkpoints.numbered() if kept else {}
 
     def _warn_of_random_weights(self) -> None:
         if self.ckpt_path is None and not getattr(self.model, "pretrained", None):

@@ -859,6 +859,8 @@ class IPUStrategy(DDPStrategy):
                 self._logged_in_epoch = True
         self._logged_in_epoch |= connector.should_update_logs
         ends = epoch_loop.batch_progress.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+        if self._events.logs_are_given:
+            ends &= trainer.global_step + 1 == trainer.max_steps or trainer.current_epoch + 1 == trainer.max_epochs
         if ends and every and row and not self._logged_in_epoch:
             connector.log_metrics(_as_tensors(row))  # a short epoch still shows one training loss
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main module says so
 
 import sys  # noqa: E402
+from argparse import ArgumentTypeError  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli, machine, precision  # noqa: E402
+from lightning_ipu import cli, configs, machine, precision  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
+from resnet_ipu.keras_names import module_name  # noqa: E402
 
 if TYPE_CHECKING:
     from lightning_ipu.run import CommandLine
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 IMAGENET_SIZES = ("18", "34", "50", "101", "152", "x50", "x101")
 DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE", "IMAGENET")
+TOY_MODELS = ("toy_model", "toy_model_bn")
+CONFIGS = Path(__file__).parent / "configs"
+IMAGENET_IMAGES, IMAGENET_VALIDATION, IMAGENET_CLASSES, IMAGENET_SIZE, IMAGENET_SIZE_ON_CPU = 1_281_167, 50_000, 1000, 224, 32
 EPOCHS, EPOCHS_ON_SAMPLE = 30, 1
 LEARNING_RATES = {"adamw": 0.003, "rmsprop": 0.003, "lars": 2.0, "lamb": 0.005}  # of sgd it goes by size and batch
 
@@ -38,6 +44,8 @@ examples:
   python -m resnet_ipu --size 20 --dataset CIFAR-10 --data-dir DIR --batch-size 128 --epochs 30
   python -m resnet_ipu --size 50 --dataset IMAGENET --data-dir DIR          DIR/train and DIR/val, or TFRecord shards
   python -m resnet_ipu convert DIR SHARDS                         make TFRecord shards of such folders; convert --help
+  python -m resnet_ipu --config resnet8_16ipus_bn --data-dir DIR
+  python -m resnet_ipu --training false --checkpoint-input-dir results/checkpoints
   python -m resnet_ipu fit --config results/config.yaml          replay a run
   python -m resnet_ipu validate --config results/config.yaml --ckpt_path results/checkpoints/last.ckpt
   python -m resnet_ipu average --checkpoint-input-path results   average the weights of its checkpoints; average --help
@@ -47,18 +55,74 @@ micro-batches. Where a default is not the original program's (batch norm for gro
 zero-initialised last norms, warm-up) it is because the original's learns worse or diverges in as many updates."""
 
 
+def _size(text: str) -> str:
+    """A network by its size, or by its name in the original programs: cifar_resnet8, resnet50."""
+    for prefix, sizes in (("cifar_resnet", CIFAR_SIZES), ("resnet", IMAGENET_SIZES)):
+        if text.startswith(prefix) and text.removeprefix(prefix) in sizes:
+            return text.removeprefix(prefix)
+    return choice(*CIFAR_SIZES, *IMAGENET_SIZES, *TOY_MODELS)(text)
+
+
+def _dataset(text: str) -> str:
+    """A data set by its name, or by the original programs' spelling of it: cifar10."""
+    return choice(*DATA_SETS)({"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}.get(text.lower(), text))
+
+
+def _norm_layer(text: str) -> dict[str, Any]:
+    """The original's dictionary of a norm layer, in YAML or JSON."""
+    import yaml
+
+    try:
+        layer = yaml.load(text, yaml.CSafeLoader)
+    except yaml.YAMLError:
+        layer = None
+    if not isinstance(layer, dict) or not isinstance(layer.get("name"), str):
+        raise ArgumentTypeError(f"{text!r} must be a dictionary such as '{{name: custom_batch_norm, momentum: 0.97}}'")
+    legal = {"custom_batch_norm": ["momentum"], "batch_norm": ["momentum"], "group_norm": ["num_groups"]}
+    if layer["name"] not in legal:
+        raise ArgumentTypeError(f"name: {layer['name']!r} is not known; known are {', '.join(legal)}")
+    if "channels_per_group" in layer:
+        raise ArgumentTypeError("channels_per_group: all norms here have the same number of groups; give num_groups")
+    for key in layer:
+        if key not in ["name", *legal[layer["name"]]]:
+            raise ArgumentTypeError(f"{key} means nothing to {layer['name']}, which takes {', '.join(legal[layer['name']])}")
+    if layer["name"] == "group_norm" and not isinstance(layer.get("num_groups"), int):
+        raise ArgumentTypeError("group_norm needs num_groups")
+    if not 0 <= (momentum := layer.get("momentum", 0)) < 1:
+        raise ArgumentTypeError(f"momentum: {momentum} must be at least 0 and below 1")
+    return layer
+
+
+_size.choices = (*CIFAR_SIZES, *IMAGENET_SIZES, *TOY_MODELS)
+_dataset.choices = DATA_SETS
+
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
 _TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
 _COMPILER = "steers the IPU's compiler only and changes nothing here"
 
 OPTIONS = (
     Option(
+        name="--config",
+        group="start from",
+        metavar="NAME",
+        help="a configuration in the package, or a file like them: options, which those on the command line go before",
+    ),
+    Option(
         name="--size",
         group=_NETWORK,
         key="model.size",
-        type=choice(*CIFAR_SIZES, *IMAGENET_SIZES),
+        type=_size,
         shown="20; 50 for IMAGENET",
         help="layers; x is ResNeXt 32x4d",
+        aliases=("--model-name",),
+    ),
+    Option(
+        name="--stem",
+        group=_NETWORK,
+        key="model.stem",
+        type=choice("cifar", "imagenet"),
+        shown="cifar up to 64 pixels",
+        help="first layers: 3x3 with stride 1, or 7x7 with stride 2 and max-pooling",
     ),
     Option(
         name="--norm-type",
@@ -69,6 +133,22 @@ OPTIONS = (
         help="normalisation",
     ),
     Option(name="--norm-groups", group=_NETWORK, key="model.norm_groups", type=positive(), shown="16", help="groups of --norm-type group"),
+    Option(
+        name="--norm-momentum",
+        group=_NETWORK,
+        type=positive(float, zero=True),
+        metavar="X",
+        shown="0.9 for a micro-batch",
+        help="share of batch norm's running statistics that a weight update keeps, however many micro-batches it has",
+    ),
+    Option(
+        name="--norm-layer",
+        group=_NETWORK,
+        type=_norm_layer,
+        metavar="DICT",
+        excludes=("--norm-type", "--norm-momentum", "--norm-groups"),
+        help="the three at once, as in '{name: custom_batch_norm, momentum: 0.97}'; batch_norm's momentum is that of a micro-batch",
+    ),
     Option(
         name="--shortcut-type",
         group=_NETWORK,
@@ -91,12 +171,18 @@ OPTIONS = (
         name="--dataset",
         group=_DATA,
         key="data.dataset",
-        type=choice(*DATA_SETS),
+        type=_dataset,
         shown="CIFAR-10, else SAMPLE",
         help="data set; IMAGENET is any images in class folders or TFRecord shards",
     ),
     Option(
-        name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", default="data", help="where its files are, or are downloaded to"
+        name="--data-dir",
+        group=_DATA,
+        key="data.data_dir",
+        metavar="DIR",
+        default="data",
+        help="where its files are, or are downloaded to",
+        aliases=("--dataset-path",),
     ),
     Option(
         name="--validation-split",
@@ -152,7 +238,14 @@ OPTIONS = (
         shown="0; for IMAGENET the cores it may use, at most 16",
         help="loader processes; original: 16",
     ),
-    Option(name="--image-size", group=_DATA, key="data.image_size", type=positive(), shown="224", help="of IMAGENET: side in pixels"),
+    Option(
+        name="--image-size",
+        group=_DATA,
+        key="data.image_size",
+        type=positive(),
+        shown=f"{IMAGENET_SIZE}; of --synthetic-data on a CPU {IMAGENET_SIZE_ON_CPU}",
+        help="of IMAGENET, and of --synthetic-data: side in pixels",
+    ),
     Option(
         name="--fast-decode",
         group=_DATA,
@@ -208,6 +301,7 @@ OPTIONS = (
         type=positive(),
         default=1,
         help="R, replicas whose gradients are averaged",
+        aliases=("--num-replicas",),
     ),
     Option(
         name="--gradient-accumulation-factor",
@@ -216,6 +310,21 @@ OPTIONS = (
         type=positive(),
         default=1,
         help="A, micro-batches per replica and weight update",
+        aliases=("--gradient-accumulation-count",),
+    ),
+    Option(
+        name="--global-batch-size",
+        group=_PLAN,
+        type=positive(),
+        excludes="--gradient-accumulation-factor",
+        help="instead of A: samples of a weight update; A is rounded to what comes nearest",
+    ),
+    Option(
+        name="--dbn-replica-group-size",
+        group=_PLAN,
+        type=positive(),
+        shown="1",
+        help="replicas whose batch norms share their statistics: carried out as R/N replicas of N times the micro-batch",
     ),
     Option(
         name="--num-ipus",
@@ -253,7 +362,13 @@ OPTIONS = (
         shown="the micro-batch, at least 100",
         help="samples that are validated at once: the same numbers",
     ),
-    Option(name="--recompute", group=_PLAN, type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
+    Option(
+        name="--recompute",
+        group=_PLAN,
+        type=bool,
+        help="recompute activations in the backward pass: less memory, the same numbers",
+        aliases=("--recomputation",),
+    ),
     Option(
         name="--batches-per-step",
         group=_PLAN,
@@ -290,10 +405,10 @@ OPTIONS = (
         name="--loss-scaling",
         group=_PLAN,
         key="trainer.strategy.loss_scaling",
-        type=positive(float),
+        type=positive(float, zero=True),
         metavar="X",
         shown="automatic in fp16, none in bf16",
-        help="multiply the loss so that small gradients do not vanish in 16 bits; they are divided again before clipping and use",
+        help="multiply the loss so that small gradients do not vanish in 16 bits, 0 for not at all; they are divided again before clipping and use",
     ),
     Option(
         name="--auto-loss-scaling",
@@ -304,6 +419,13 @@ OPTIONS = (
     ),
     Option(
         name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of initial weights, order, augmentation and held-out images"
+    ),
+    Option(
+        name="--deterministic",
+        group=_PLAN,
+        key="trainer.deterministic",
+        type=bool,
+        help="let GPUs use deterministic kernels only; order and augmentation go by the seed in any case",
     ),
     #
     Option(
@@ -321,6 +443,14 @@ OPTIONS = (
         type=int,
         excludes="--learning-rate",
         help="exponent N: the learning rate is 2^N x the value of --batch-size",
+    ),
+    Option(
+        name="--initial-learning-rate",
+        group=_TRAINING,
+        type=positive(float),
+        metavar="X",
+        excludes=("--learning-rate", "--base-learning-rate"),
+        help="the learning rate is X times the samples of a weight update",
     ),
     Option(
         name="--learning-rate-decay",
@@ -399,6 +529,15 @@ OPTIONS = (
         type=positive(),
         shown=f"{EPOCHS}; {EPOCHS_ON_SAMPLE} on SAMPLE",
         help="passes over the training set",
+        aliases=("--num-epochs",),
+    ),
+    Option(
+        name="--weight-updates-per-epoch",
+        group=_TRAINING,
+        type=positive(),
+        shown="all that the training set has",
+        excludes="--limit-train-batches",
+        help="end every epoch after N weight updates",
     ),
     Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),
     Option(
@@ -437,6 +576,7 @@ OPTIONS = (
         shown="0.9 for sgd (Nesterov's) and lars, 0 for rmsprop; original: none",
         help="momentum",
     ),
+    Option(name="--no-nesterov", group=_TRAINING, type=bool, help="plain momentum for sgd"),
     Option(
         name="--label-smoothing",
         group=_TRAINING,
@@ -483,15 +623,19 @@ OPTIONS = (
         type=cli.fraction_or_count,
         help="the same for validation",
     ),
-    Option(name="--no-validation", group=_TRAINING, type=bool, help="train only"),
+    Option(name="--training", group=_TRAINING, type=bool, default=True, help="false scores checkpoints, or random weights, instead"),
+    Option(name="--validation", group=_TRAINING, type=bool, default=True, help="false trains only"),
+    Option(name="--no-validation", group=_TRAINING, type=bool, help="the same as --validation false"),
     Option(
         name="--valid-per-epoch",
         group=_TRAINING,
-        type=positive(float),
+        key="events.validations",
+        type=cli.frequency,
         metavar="X",
-        shown="1",
+        shown="1; with --ckpts-per-epoch 0",
         excludes="--no-validation",
-        help="validations per epoch; 0.5 validates after every second one",
+        help="validations per epoch while training: a number, or a fraction such as 1/2, after every second one",
+        aliases=("--validations-per-epoch",),
     ),
     Option(name="--test", group=_TRAINING, type=bool, help="score the test set as well, at the end"),
     Option(
@@ -545,10 +689,55 @@ OPTIONS = (
         default=10,
         help="rows of metrics.csv; original: 1",
     ),
+    Option(
+        name="--logs-per-epoch",
+        group=_RUN,
+        key="events.logs",
+        type=cli.frequency,
+        metavar="X",
+        excludes="--steps-per-log",
+        help="the same by epoch: a number, or a fraction such as 1/2; 0 is one row at the end",
+    ),
+    Option(
+        name="--wandb",
+        group=_RUN,
+        key="wandb",
+        type=bool,
+        help="log to Weights & Biases as well; with WANDB_MODE=offline into --output-dir, without a network",
+    ),
+    Option(name="--wandb-run-name", group=_RUN, key="wandb_run_name", metavar="NAME", shown="chosen there", help="name of the run there"),
+    Option(name="--wandb-tags", group=_RUN, key="wandb_tags", type=cli.names, metavar="NAMES", help="its tags there, with commas"),
     Option(name="--output-dir", group=_RUN, metavar="DIR", shown="results", help="gets config.yaml, metrics.csv and checkpoints/"),
     Option(name="--log-dir", group=_RUN, metavar="DIR", excludes="--output-dir", help="the original's word for --output-dir"),
     Option(name="--log_dir_string", group=_RUN, metavar="NAME", help="put the output into this sub-directory of --output-dir"),
     *cli.CHECKPOINT_OPTIONS,
+    Option(
+        name="--ckpts-per-epoch",
+        group="checkpoints",
+        key="events.checkpoints",
+        type=cli.frequency,
+        metavar="X",
+        excludes="--checkpoint-every",
+        help="keep checkpoints, so many per epoch: a number, a fraction such as 1/4, or 0; they are all scored at the end",
+    ),
+    Option(
+        name="--first-ckpt-epoch",
+        group="checkpoints",
+        key="events.first_checkpoint_epoch",
+        type=positive(float, zero=True),
+        metavar="X",
+        help="epochs before the first of them",
+    ),
+    Option(
+        name="--checkpoint-input-dir",
+        group="checkpoints",
+        key="checkpoint_input_dir",
+        metavar="DIR",
+        help="score every checkpoint there, in the order of their weight updates, instead",
+    ),
+    Option(
+        name="--clean-dir", group="checkpoints", key="clean_dir", type=bool, help="delete those of --ckpts-per-epoch once they are scored"
+    ),
     #
     Option(
         name="--fp-exceptions",
@@ -569,22 +758,33 @@ OPTIONS = (
 
 
 def settle(given: dict[str, Any]) -> list[str]:
-    """LightningCLI arguments for the options that were given; raises UsageError where they do not fit together."""
-    settings = cli.settings_of(given, OPTIONS)
-    _settle_data(given, settings)
-    batch = _settle_plan(given, settings)
-    _settle_learning_rate(given, settings, batch=batch)
+    """LightningCLI arguments for the options that were given; raises UsageError where they do not fit together.
+
+    Checkpoints that are only scored bring their own settings: then nothing has a default here.
+    """
+    given = _with_norm_layer(given)
+    of_checkpoints = not given.get("training", True) and "checkpoint_input_dir" in given
+    settings = cli.settings_of(given, [option for option in OPTIONS if not of_checkpoints or option.dest in given])
+    _settle_data(given, settings, of_checkpoints=of_checkpoints)
+    batch, updates = _settle_plan(given, settings)
+    if not of_checkpoints:
+        _settle_learning_rate(given, settings, batch=batch, samples_per_update=updates)
+    _settle_phases(given, settings)
 
     if "prng" in given and given.get("precision") not in ("16", "16.16"):
         raise UsageError(f"--prng concerns 16-bit weights: it needs --precision 16.16, not {given.get('precision', 'auto')}")
     if "no_prng" in given:
         settings["trainer.strategy.stochastic_rounding"] = False
+    if given.get("loss_scaling") == 0:
+        settings["trainer.strategy.loss_scaling"] = 1.0 if given.get("half_type") == "fp16" else None
     if "auto_loss_scaling" in given:
         settings["trainer.strategy.loss_scaling"] = "auto"
     if "no_zero_init" in given:
         settings["model.zero_init_last_norm"] = False
     if "no_channels_last" in given:
         settings["model.channels_last"] = False
+    if "no_nesterov" in given:
+        settings["model.nesterov"] = False
     if "norm_groups" in given and given.get("norm_type", "batch") != "group":
         raise UsageError(f"--norm-groups {given['norm_groups']} needs --norm-type group")
     for option in ("mixup", "cutmix"):
@@ -595,11 +795,8 @@ def settle(given: dict[str, Any]) -> list[str]:
     if "ema" in given:
         average = {"class_path": "lightning_ipu.averaging.AveragedWeights", "init_args": {"decay": given["ema"]}}
         settings.setdefault("trainer.callbacks", []).append(average)
-    settings["seed_everything"] = given.get("seed", 0)
-    if "no_validation" in given:
-        settings["trainer.limit_val_batches"] = 0
-    if "valid_per_epoch" in given:
-        settings |= _validation_interval(given["valid_per_epoch"])
+    if "seed" in given or not of_checkpoints:
+        settings["seed_everything"] = given.get("seed", 0)
     if "max_steps" in given and "epochs" not in given:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
     if "no_allocator_setting" in given:
@@ -611,41 +808,90 @@ def settle(given: dict[str, Any]) -> list[str]:
 _OF_IMAGENET = ("image_size", "fast_decode", "no_eight_bit_transfer", "on_bad_image", "num_classes", "train_shards", "validation_shards")
 
 
-def _settle_data(given: dict[str, Any], settings: dict[str, Any]) -> None:
+def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, of_checkpoints: bool) -> None:
     """The data set, and what goes by it: the network's size and the number of loader processes."""
-    imagenet = given.get("dataset") == "IMAGENET"
-    meaningless = ("validation_split", "validate_on_test", "synthetic_data") if imagenet else _OF_IMAGENET
+    imagenet, synthetic = given.get("dataset") == "IMAGENET", "synthetic_data" in given
+    meaningless = ("validation_split", "validate_on_test") if imagenet and not synthetic else _OF_IMAGENET
+    if synthetic:
+        meaningless = tuple(name for name in meaningless if name != "image_size")
     for option in OPTIONS:
-        if option.dest in given and option.dest in meaningless:
+        if option.dest in given and option.dest in meaningless and not of_checkpoints:
             why = "its validation images are files of their own" if imagenet else "it belongs to --dataset IMAGENET"
-            why = "it reads real images; make others up by leaving out --dataset" if option.dest == "synthetic_data" else why
+            why = "made-up images have none of its files" if imagenet and synthetic else why
             raise UsageError(f"{option.name} means nothing for --dataset {given.get('dataset', 'CIFAR-10')}: {why}")
     if "no_augmentation" in given:
         settings["data.augment"] = False
+    if "no_eight_bit_transfer" in given:
+        settings["data.eight_bit_transfer"] = False
+    if "validate_on_test" in given:
+        settings["data.validation_on_test"] = True
+    if synthetic and "image_size" in given:
+        settings["data.synthetic_image_size"] = settings.pop("data.image_size")
+    if of_checkpoints and not synthetic:
+        return
     settings.setdefault("model.size", "50" if imagenet else "20")
-    if imagenet:
+    if imagenet and not synthetic:
         settings.setdefault("data.num_workers", min(machine.usable_cores(), 16))
         settings["data.index_dir"] = cli.output_directory(given)
-        if "no_eight_bit_transfer" in given:
-            settings["data.eight_bit_transfer"] = False
         return
     settings.setdefault("data.num_workers", 0)
     settings["data.seed"] = given.get("seed", 0)
-    if "validate_on_test" in given:
-        settings["data.validation_on_test"] = True
+    if imagenet:
+        settings["data.dataset"] = "CIFAR-10"  # of which the number of colours is all that is left
+        settings["data.synthetic_classes"] = IMAGENET_CLASSES
+        settings["data.synthetic_samples"] = IMAGENET_IMAGES + IMAGENET_VALIDATION
+        settings.setdefault("data.validation_split", IMAGENET_VALIDATION)
 
 
-def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> int:
-    """Micro-batch and stages; returns the batch over all replicas, which the learning rate goes by."""
-    replicas = given.get("replication_factor", 1)
+def _with_norm_layer(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the original's dictionary of a norm layer as options of its own."""
+    if "norm_layer" not in given:
+        return given
+    given = dict(given)
+    layer = given.pop("norm_layer")
+    if layer["name"] == "group_norm":
+        return {**given, "norm_type": "group", "norm_groups": layer["num_groups"]}
+    if layer["name"] == "custom_batch_norm":
+        return {**given, "norm_type": "batch", "norm_momentum": layer.get("momentum", 0.97)}
+    return {**given, "norm_type": "batch", "micro_batch_momentum": layer.get("momentum", 0.99)}
+
+
+def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> tuple[int, int]:
+    """Micro-batch, accumulation and stages; returns the batch over all replicas and the samples of a weight update."""
+    replicas, group = given.get("replication_factor", 1), given.get("dbn_replica_group_size", 1)
     micro_batch, batch = given.get("micro_batch_size"), given.get("batch_size", 32)
     if micro_batch is None and batch % replicas:
         below = batch - batch % replicas
         near = " or ".join(str(value) for value in (below, below + replicas) if value)
         raise UsageError(f"--batch-size {batch} must be a multiple of --replication-factor {replicas}: {near}, for example")
     micro_batch = micro_batch or batch // replicas
-    settings["data.micro_batch_size"] = micro_batch
+    if group > 1 and (norm := given.get("norm_type", "batch")) != "batch":
+        raise UsageError(f"--dbn-replica-group-size {group} shares the statistics of batch norms; --norm-type {norm} has none")
+    if replicas % group:
+        raise UsageError(f"--dbn-replica-group-size {group} must divide --replication-factor {replicas}: {_divisors(replicas)}")
+    accumulation = given.get("gradient_accumulation_factor", 1)
+    if "global_batch_size" in given:
+        wanted = given["global_batch_size"]
+        accumulation = max(1, round(wanted / (micro_batch * replicas)))
+        if (samples := micro_batch * replicas * accumulation) != wanted:
+            cli.warn(
+                f"--global-batch-size {wanted} is no multiple of micro-batch {micro_batch} x replicas {replicas}: with A = {accumulation} it is"
+                f" {samples}",
+                prog="resnet_ipu",
+            )
+    # The batch norms of a group of replicas that share their statistics are those of one replica with the group's samples, and the mean
+    # gradient is the same: so that is what runs.
+    settings["data.micro_batch_size"] = micro_batch * group
     settings["data.eval_batch_size"] = given.get("validation_micro_batch_size", max(micro_batch, 100))
+    settings["trainer.strategy.gradient_accumulation_factor"] = accumulation
+    settings["trainer.strategy.replication_factor"] = replicas // group
+    if "norm_momentum" in given or "micro_batch_momentum" in given:
+        if given.get("norm_momentum", 0) >= 1:
+            raise UsageError(f"--norm-momentum {given['norm_momentum']:g} must be below 1")
+        kept = given["norm_momentum"] ** (1 / accumulation) if "norm_momentum" in given else given["micro_batch_momentum"]
+        settings["model.norm_momentum"] = 1 - kept  # torch's is the other share, of a micro-batch
+    if "weight_updates_per_epoch" in given:
+        settings["trainer.limit_train_batches"] = given["weight_updates_per_epoch"] * accumulation * (replicas // group)
 
     splits, ipus = given.get("pipeline_splits"), given.get("num_ipus")
     if ipus is not None and ipus % replicas:
@@ -664,6 +910,8 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> int:
         )
     if "pipeline_schedule" in given and "pipeline" not in given:
         raise UsageError(f"--pipeline-schedule {given['pipeline_schedule']} needs --pipeline")
+    if splits:
+        settings["trainer.strategy.pipeline_splits"] = _split_names(splits, settings.get("model.size", "20"))
     if stages > 1:
         if not splits:
             settings["trainer.strategy.num_stages"] = stages
@@ -676,22 +924,58 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> int:
         settings["trainer.strategy.pipeline_validation"] = True
     if "processes" in given:
         try:
-            Placement(plan=Plan(replication_factor=replicas, num_stages=stages), processes=given["processes"])
+            Placement(plan=Plan(replication_factor=replicas // group, num_stages=stages), processes=given["processes"])
         except PlanError as error:
             raise UsageError(f"--processes: {error}") from None
         settings["trainer.devices"] = given["processes"]
-    return micro_batch * replicas
+    return micro_batch * replicas, micro_batch * replicas * accumulation
 
 
-def _settle_learning_rate(given: dict[str, Any], settings: dict[str, Any], *, batch: int) -> None:
+def _split_names(splits: list[str], size: str) -> list[str]:
+    """Submodules that begin a stage, where the original's names of layers were given."""
+    try:
+        return [module_name(split, size) or split for split in splits]
+    except ValueError as error:
+        raise UsageError(f"--pipeline-splits {error}") from None
+
+
+def _settle_phases(given: dict[str, Any], settings: dict[str, Any]) -> None:
+    """What is done: training, validation while it lasts and afterwards, and of which checkpoints."""
+    validates = given.get("validation", True) and "no_validation" not in given
+    trains, made = given.get("training", True), given.get("ckpts_per_epoch")
+    if not trains and not validates:
+        raise UsageError("--training false and --validation false leave nothing to do")
+    for option in ("test", "resume", "clean_dir"):
+        if not trains and option in given:
+            raise UsageError(f"--{option.replace('_', '-')} belongs to a training, and --training is false")
+    if not validates:
+        settings["trainer.limit_val_batches"] = 0
+        for option in ("checkpoint_input_dir", "valid_per_epoch", "clean_dir"):
+            if option in given:
+                raise UsageError(f"--{option.replace('_', '-')} needs validation, which is off")
+    if (folder := given.get("checkpoint_input_dir")) is not None and not Path(folder).is_dir():
+        raise UsageError(f"--checkpoint-input-dir {folder}: there is no such directory")
+    if "clean_dir" in given and (made is None or "checkpoint_input_dir" in given):
+        raise UsageError(
+            "--clean-dir deletes what --ckpts-per-epoch has kept, once it is scored: it needs that, and no --checkpoint-input-dir"
+        )
+    if given.get("first_ckpt_epoch") and made in (None, "0"):
+        raise UsageError(f"--first-ckpt-epoch {given['first_ckpt_epoch']:g} needs --ckpts-per-epoch")
+    if made is not None and validates:
+        settings.setdefault("events.validations", "0")
+
+
+def _settle_learning_rate(given: dict[str, Any], settings: dict[str, Any], *, batch: int, samples_per_update: int) -> None:
     if "learning_rate" in given:
         rate = given["learning_rate"]
+    elif "initial_learning_rate" in given:
+        rate = given["initial_learning_rate"] * samples_per_update
     elif "base_learning_rate" in given:
         rate = 2.0 ** given["base_learning_rate"] * batch
     elif given.get("optimizer", "sgd") in LEARNING_RATES:
         rate = LEARNING_RATES[given["optimizer"]]
     else:
-        rate = (0.1 if settings["model.size"] in CIFAR_SIZES else 0.02) * batch / 32
+        rate = (0.1 if settings["model.size"] in (*CIFAR_SIZES, *TOY_MODELS) else 0.02) * batch / 32
     settings["model.learning_rate"] = rate
     if "learning_rate_decay" in given or "learning_rate_schedule" in given:
         if (schedule := given.get("lr_schedule", "stepped")) != "stepped":
@@ -707,17 +991,12 @@ def _settle_learning_rate(given: dict[str, Any], settings: dict[str, Any], *, ba
         settings |= {"model.schedule": "stepped", "model.decay_values": values, "model.decay_fractions": fractions}
 
 
-def _validation_interval(per_epoch: float) -> dict[str, Any]:
-    if per_epoch >= 1:
-        return {"trainer.val_check_interval": 1 / per_epoch}
-    every = round(1 / per_epoch)
-    if abs(every * per_epoch - 1) > 1e-6:
-        raise UsageError(f"--valid-per-epoch {per_epoch:g} must be at least 1, or 1/n: 0.5, 0.25, 0.2, ...")
-    return {"trainer.check_val_every_n_epoch": every}
-
-
 def _multiples(number: int, *, first: int = 1) -> str:
     return ", ".join(str(number * factor) for factor in range(first, first + 3))
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 # -- what needs torch ---------------------------------------------------------------------------------------------------------
@@ -742,10 +1021,17 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         model_class=ResNetModule,
         datamodule_class=ImageNetDataModule if imagenet else ImageDataModule,
         links=[("num_classes", "num_classes"), ("in_channels", "in_channels"), ("image_size", "image_size")],
-        facts=_facts,
+        facts=partial(_facts, given=given),
         epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (EPOCHS, None),
         note=lambda data: data.caveat,
     )
+    if given.get("dataset") == "IMAGENET" and "synthetic_data" in given and "image_size" not in given:
+        import torch
+
+        on_gpu = given.get("device") == "gpu" or given.get("device", "auto") == "auto" and torch.cuda.is_available()
+        arguments = [*arguments, f"--data.synthetic_image_size={IMAGENET_SIZE if on_gpu else IMAGENET_SIZE_ON_CPU}"]
+    if not given.get("training", True) and (hardware := given.get(configs.HARDWARE)):  # a run without training has no table
+        print(f"no effect here: {configs.listed(hardware)} ({configs.HARDWARE})")
     if "data_benchmark" in given:
         from resnet_ipu.throughput import DataBenchmark
 
@@ -777,6 +1063,8 @@ def _is_imagenet(arguments: list[str]) -> bool:
     except (KeyError, OSError, yaml.YAMLError, AttributeError):  # LightningCLI says what is wrong with it
         pass
     path = words.get("--ckpt_path")
+    if path is None and "--checkpoint_input_dir" in words:
+        path = latest_checkpoint(Path(words["--checkpoint_input_dir"]))
     if path == "last" or words.get("--resume") == "true" and path is None:
         path = latest_checkpoint(Path(directory or "results") / CHECKPOINTS)
     if path is not None and Path(path).is_file():
@@ -790,15 +1078,23 @@ def _is_imagenet(arguments: list[str]) -> bool:
     return (typed or kept) == "IMAGENET"
 
 
-def _facts(line: CommandLine) -> list[tuple[str, str]]:
-    """Rows for the table: network, data, device, precision."""
+def _facts(line: CommandLine, *, given: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows for the table: network, data, device, precision, and what options were carried out as or have no effect."""
     data, size = line.datamodule, line.model.hparams.size
-    network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else f"ResNet-{size}"
+    network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else size if size in TOY_MODELS else f"ResNet-{size}"
     if data.dataset_name == "IMAGENET":
         images, classes = data.summary(line.subcommand), [("classes", data.class_summary)]
     else:
         images, classes = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on", []
-    return [("network", network), ("data", data.description), ("images", images), *classes, *line.machine_facts()]
+    extra = []
+    if (group := given.get("dbn_replica_group_size", 1)) > 1:
+        extra.append(("batch norms", f"over groups of {group} replicas, carried out as one replica with the group's samples"))
+    if given.get("dataset") == "IMAGENET" and "synthetic_data" in given and "image_size" not in given:
+        sizes = f"{IMAGENET_SIZE} on a GPU, {IMAGENET_SIZE_ON_CPU} on a CPU"
+        extra.append(("image size", f"{data.image_size} pixels; {sizes}, --image-size chooses"))
+    if hardware := given.get(configs.HARDWARE):
+        extra.append(("no effect here", f"{configs.listed(hardware)} ({configs.HARDWARE})"))
+    return [("network", network), ("data", data.description), ("images", images), *classes, *line.machine_facts(), *extra]
 
 
 CONVERT_OPTIONS = (
@@ -866,7 +1162,7 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["convert"]:
         return _convert(words[1:])
     parser = cli.build_parser(prog="resnet_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
-    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start)
+    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start, folder=CONFIGS)
 
 
 def _version() -> str:

@@ -10,20 +10,24 @@ from torch import Tensor, nn
 
 from lightning_ipu.classifier import Batch, ImageClassifier
 from resnet_ipu.augment import Mixing
-from resnet_ipu.networks import resnet
+from resnet_ipu.networks import ToyModel, resnet
+
+TOY_MODELS = ("toy_model", "toy_model_bn")
 
 
 class ResNetModule(ImageClassifier):
     """Image classifier trained on the cross-entropy; logs train_, val_ and test_ loss and accuracy (0 to 1).
 
     Args:
-        size: number of layers: 8, 14, 20, 32, 44, 56, 110 (CIFAR), 18, 34, 50, 101, 152 (ImageNet), x50, x101 (ResNeXt 32x4d).
+        size: number of layers: 8, 14, 20, 32, 44, 56, 110 (CIFAR), 18, 34, 50, 101, 152 (ImageNet), x50, x101 (ResNeXt 32x4d); or
+            toy_model, toy_model_bn: two small convolutions, without and with batch norms.
         num_classes: classes of the data set.
         in_channels: channels of the images.
         image_size: side of the images in pixels; chooses the stem where none is given.
         stem: cifar (3x3, stride 1, no pooling) or imagenet (7x7, stride 2, max-pooling); null is cifar up to 64 pixels.
         norm_type: batch, group or none.
         norm_groups: groups of each group norm; null is 16.
+        norm_momentum: share of a micro-batch in the running statistics of batch norms; null is 0.1.
         shortcut_type: A (zero-padded) or B (1x1 convolution) where the shape changes, C (1x1 convolution everywhere); null is A
             for the CIFAR sizes and B for the others.
         zero_init_last_norm: start every block as its shortcut alone; null is true where there are norms.
@@ -46,6 +50,7 @@ class ResNetModule(ImageClassifier):
         stem: Literal["cifar", "imagenet"] | None = None,
         norm_type: Literal["batch", "group", "none"] = "batch",
         norm_groups: int | None = None,
+        norm_momentum: float | None = None,
         shortcut_type: Literal["A", "B", "C"] | None = None,
         zero_init_last_norm: bool | None = None,
         mixup: float | None = None,
@@ -56,22 +61,31 @@ class ResNetModule(ImageClassifier):
         super().__init__(**training)
         if image_size < 1:
             raise ValueError(f"image_size={image_size} must be at least 1 pixel")
+        if norm_momentum is not None and not 0 < norm_momentum <= 1:
+            raise ValueError(f"norm_momentum={norm_momentum} must be above 0 and at most 1")
         if stem is None:
             stem = "cifar" if image_size <= 64 else "imagenet"
         if zero_init_last_norm is None:
             zero_init_last_norm = norm_type != "none"
-        self.use(
-            resnet(
+        if size in TOY_MODELS:
+            if (norm_type, norm_groups, shortcut_type) != ("batch", None, None):
+                raise ValueError(f"norm_type, norm_groups and shortcut_type mean nothing to size={size!r}: its norms are in its name")
+            shape = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+            momentum = 0.1 if norm_momentum is None else norm_momentum
+            network: nn.Module = ToyModel(**shape, norm=size == "toy_model_bn", norm_momentum=momentum)
+        else:
+            network = resnet(
                 str(size),  # YAML reads 20 as a number
                 num_classes=num_classes,
                 in_channels=in_channels,
                 stem=stem,
                 norm=norm_type,
                 norm_groups=norm_groups,
+                norm_momentum=norm_momentum,
                 shortcut_type=shortcut_type,
                 zero_init_last_norm=zero_init_last_norm,
             )
-        )
+        self.use(network)
         self.pretrained = pretrained
         if pretrained is not None:
             load_pretrained(self.network, Path(pretrained))

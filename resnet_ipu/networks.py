@@ -250,6 +250,42 @@ class ResNet(nn.Module):
         return self.fc(x)
 
 
+class ToyModel(nn.Module):
+    """Two small convolutions with max-pooling after each, and a linear head: for trying things out, as in Graphcore's TensorFlow 2 CNNs.
+
+    Args:
+        num_classes: outputs of the head.
+        in_channels: channels of the images.
+        image_size: side of the images in pixels, at least 27.
+        norm: a batch norm after each pooling.
+
+    Raises:
+        ValueError: images that are too small.
+    """
+
+    def __init__(self, *, num_classes: int, in_channels: int, image_size: int, norm: bool, norm_momentum: float = 0.1) -> None:
+        super().__init__()
+        side = (image_size - 2) // 5 // 5
+        if side < 1:
+            raise ValueError(f"image_size={image_size} is too small for a toy model: it must be at least 27")
+        self.conv2d_0 = nn.Conv2d(in_channels, 4, 3)
+        self.bn_0 = nn.BatchNorm2d(4, momentum=norm_momentum) if norm else nn.Identity()
+        self.conv2d_1 = nn.Conv2d(4, 8, 1)
+        self.bn_1 = nn.BatchNorm2d(8, momentum=norm_momentum) if norm else nn.Identity()
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(8 * side * side, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [batch, num_classes] of images [batch, in_channels, height, width]."""
+        x = F.relu(self.conv2d_0(x))
+        x = self.bn_0(F.max_pool2d(x, 5))
+
+        x = F.relu(self.conv2d_1(x))
+        x = self.bn_1(F.max_pool2d(x, 5))
+
+        return self.fc(self.flatten(x))
+
+
 def resnet(
     size: str,
     *,
@@ -258,6 +294,7 @@ def resnet(
     stem: str = "cifar",
     norm: str = "batch",
     norm_groups: int | None = None,
+    norm_momentum: float | None = None,
     shortcut_type: str | None = None,
     zero_init_last_norm: bool = False,
 ) -> ResNet:
@@ -270,6 +307,7 @@ def resnet(
         stem: "cifar" (3x3 convolution, stride 1, no pooling) or "imagenet" (7x7, stride 2, then 3x3 max-pooling, stride 2).
         norm: "batch", "group" or "none"; without norms the convolutions have biases.
         norm_groups: groups of every group norm, 16 if None; must divide the network's channels. Only for norm "group".
+        norm_momentum: share of a micro-batch in the running statistics of batch norms, 0.1 if None. Only for norm "batch".
         shortcut_type: "A" (subsample and pad with zero channels) or "B" (1x1 convolution and norm) where a block changes the
             shape, or "C" (the latter around every block). None: A for the CIFAR sizes, B for the others.
         zero_init_last_norm: start the weight of each block's last norm at zero.
@@ -293,8 +331,10 @@ def resnet(
         raise ValueError("zero_init_last_norm=True needs norms: norm='none' has none")
     if norm != "group" and norm_groups is not None:
         raise ValueError(f"norm_groups={norm_groups} belongs to norm='group', not to norm={norm!r}")
+    if norm_momentum is not None and norm != "batch":
+        raise ValueError(f"norm_momentum={norm_momentum} belongs to norm='batch', not to norm={norm!r}")
     if norm == "batch":
-        make_norm: MakeNorm = nn.BatchNorm2d
+        make_norm: MakeNorm = partial(nn.BatchNorm2d, momentum=0.1 if norm_momentum is None else norm_momentum)
     elif norm == "none":
         make_norm = nn.Identity
     else:

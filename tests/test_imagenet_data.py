@@ -400,7 +400,6 @@ def test_the_data_benchmark_measures_and_trains_nothing(run, tree, tmp_path, mon
     [
         ("--image-size 64", "--image-size means nothing for --dataset CIFAR-10: it belongs to --dataset IMAGENET"),
         ("--dataset imagenet --validation-split 0.1", "--validation-split means nothing for --dataset IMAGENET"),
-        ("--dataset imagenet --synthetic-data host", "--synthetic-data means nothing for --dataset IMAGENET"),
         ("--dataset imagenet --on-bad-image ignore", "'ignore' is not known; known are raise, skip"),
         ("--dataset imagenet --fast-decode --no-augmentation", "exclude each other"),
         ("--dataset imagenet --data-dir nowhere", "nowhere is no folder: there should be train/ and val/"),

@@ -1,0 +1,204 @@
+"""Named configurations: short options in a YAML file, which stand below the command line and above the defaults.
+
+A file holds one option a line, by its name without dashes, and perhaps `base`, the configuration that it changes, and `ipu_hardware`: settings
+that steer an IPU's compiler and change no number. Those are checked, listed at the start of a run, and have no effect. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_ipu.cli import Option
+
+HARDWARE, BASE = "ipu_hardware", "base"
+_OF_A_START = ("--config", "--resume")  # options that no file may hold
+_LIGHTNING_SECTIONS = ("trainer", "model", "data")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the file and what would be right."""
+
+
+def read(name: str, *, folder: Path, options: Sequence[Option], prog: str, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The options of a configuration, by their names with underscores, and its `ipu_hardware` where it has that section.
+
+    Args:
+        name: a file, or the name of one in `folder`.
+        folder: the package's own configurations.
+        options: what the command knows.
+        prog: the command's name.
+        seen: files that are being read, of which this one is the base.
+
+    Raises:
+        ConfigError: no such configuration, unreadable, or with a key or a value that is not right.
+    """
+    path = _find(name, folder)
+    if path in seen:
+        raise ConfigError(f"{path}: {BASE}: {name} leads back to itself")
+    keys = _load(path, prog)
+    values: dict[str, Any] = {}
+    if (base := keys.pop(BASE, None)) is not None:
+        sibling = path.parent / f"{base}.yaml"
+        values = read(str(sibling if sibling.is_file() else base), folder=folder, options=options, prog=prog, seen=(*seen, path))
+    own: dict[str, Any] = {}
+    hardware = keys.pop(HARDWARE, None)
+    known = {spelling.lstrip("-"): option for option in options for spelling in (option.name, *option.aliases)}
+    for key, value in keys.items():
+        option = known.get(str(key).replace("_", "-"), known.get(str(key)))
+        if option is None or option.name in _OF_A_START:
+            raise ConfigError(f"{path}: {_unknown(key, [*known, BASE, HARDWARE])}")
+        if option.refused:
+            raise ConfigError(f"{path}: {key}: {option.refused}")
+        if option.dest in own:
+            raise ConfigError(f"{path}: {key}: {option.name} is said twice")
+        own[option.dest] = value if value is None else _value(option, key, value, path)
+    values = {name: value for name, value in overlay(values, own, options).items() if value is not None}
+    if hardware is not None:
+        values[HARDWARE] = {**values.get(HARDWARE, {}), **_checked_hardware(hardware, path)}
+    if not seen and HARDWARE in values:
+        _check_together(values[HARDWARE], stages=len(values.get("pipeline_splits", [])) + 1, path=path)
+    return values
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
+    """The options of `below` under those of `above`: what one of them excludes goes."""
+    kept = dict(below)
+    for option in options:
+        for other in option.excluded:
+            if option.dest in above and above[option.dest] is not False:
+                kept.pop(other, None)
+            if other in above and above[other] is not False:
+                kept.pop(option.dest, None)
+    return {**kept, **above}
+
+
+def _find(name: str, folder: Path) -> Path:
+    """The file that a configuration is in."""
+    for place in (folder / name, folder / f"{name}.yaml") if "/" not in name else ():
+        if place.is_file():
+            return place
+    if Path(name).is_file():
+        return Path(name)
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"--config {name}: there is no such file, and the package has {', '.join(known)}{hint}")
+
+
+def _load(path: Path, prog: str) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        with path.open() as file:
+            keys = yaml.load(file, yaml.CSafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if keys is None:
+        return {}
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{path}: must hold one option a line, such as `epochs: 30`, not a {type(keys).__name__}")
+    if any(isinstance(keys.get(section), dict) for section in _LIGHTNING_SECTIONS):
+        raise ConfigError(f"{path} is laid out for LightningCLI: python -m {prog} fit --config {path}")
+    return keys
+
+
+def _value(option: Option, key: str, value: Any, path: Path) -> Any:
+    """A value as the option reads it on the command line."""
+    if option.type is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path}: {key}: {value!r} must be true or false")
+        return value
+    if isinstance(value, dict):
+        import json
+
+        text = json.dumps(value)
+    else:
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    try:
+        return option.type(text)
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        message = str(error) if isinstance(error, argparse.ArgumentTypeError) else f"{value!r} is not a {option.type.__name__}"
+        raise ConfigError(f"{path}: {key}: {message}") from None
+
+
+def _unknown(key: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(key), list(known), n=1)
+    return f"unknown key {key!r}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+# -- settings of an IPU's compiler ----------------------------------------------------------------------------------------------
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _percentages(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(one, (int, float)) and not isinstance(one, bool) and 0 < one <= 100 for one in values)
+
+
+_SWITCH = (lambda value: isinstance(value, bool), "true or false")
+_COUNT = (_is_count, "a whole number of at least 0")
+_EXCHANGE = (lambda value: value in ("cycles", "memory", "balanced"), "cycles, memory or balanced")
+_HARDWARE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accelerator-side-preprocess": _SWITCH,
+    "available-memory-proportion": (_percentages, "a percentage above 0, or a list of them: one, or two for each stage"),
+    "conv-dithering": _SWITCH,
+    "device-mapping": (lambda value: isinstance(value, list) and all(map(_is_count, value)), "a list of IPUs, one for each stage"),
+    "disable-stable-batchnorm": _SWITCH,
+    "enable-optimizer-rts": _SWITCH,
+    "fused-preprocessing": _SWITCH,
+    "gather-conv-output": _SWITCH,
+    "half-partials": _SWITCH,
+    "internal-exchange-optimization-target": _EXCHANGE,
+    "max-cross-replica-buffer-size": _COUNT,
+    "max-reduce-many-buffer-size": _COUNT,
+    "min-remote-tensor-size": _COUNT,
+    "on-demand": _SWITCH,
+    "optimizer-state-offloading": _SWITCH,
+    "prefetch-depth": _COUNT,
+    "stable-norm": _SWITCH,
+}
+
+
+def _checked_hardware(section: Any, path: Path) -> dict[str, Any]:
+    """The section by the settings' names, each of the kind that it must be."""
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: {HARDWARE}: must be a section of settings such as `half-partials: true`, not {section!r}")
+    checked = {}
+    for key, value in section.items():
+        name = str(key).replace("_", "-")
+        if name not in _HARDWARE:
+            raise ConfigError(f"{path}: {HARDWARE}: {_unknown(key, _HARDWARE)}")
+        is_right, what = _HARDWARE[name]
+        if not is_right(value):
+            raise ConfigError(f"{path}: {HARDWARE}: {key}: {value!r} must be {what}")
+        checked[name] = value
+    return checked
+
+
+def _check_together(hardware: Mapping[str, Any], *, stages: int, path: Path) -> None:
+    """What must hold of the settings together, and with the stages: the checks of the original program."""
+    memory, mapping = hardware.get("available-memory-proportion"), hardware.get("device-mapping")
+    if isinstance(memory, list) and len(memory) not in (1, 2 * stages if stages > 1 else 1):
+        wanted = f"1 or {2 * stages} values (two for each of the {stages} stages)" if stages > 1 else "1 value, as there is one stage"
+        raise ConfigError(f"{path}: {HARDWARE}: available-memory-proportion has {len(memory)} values and must have {wanted}")
+    if mapping is not None and len(mapping) != stages:
+        raise ConfigError(
+            f"{path}: {HARDWARE}: device-mapping places {len(mapping)} stages, but pipeline-splits makes {stages}: give one IPU for each"
+        )
+    if mapping is not None and set(mapping) != set(range(len(set(mapping)))):
+        raise ConfigError(f"{path}: {HARDWARE}: device-mapping {mapping} must use IPUs 0 to {len(set(mapping)) - 1}, leaving none out")
+    if hardware.get("fused-preprocessing") and not hardware.get("accelerator-side-preprocess"):
+        raise ConfigError(f"{path}: {HARDWARE}: fused-preprocessing needs accelerator-side-preprocess: true")
+
+
+def listed(hardware: Mapping[str, Any]) -> str:
+    """The settings in one line."""
+    return ", ".join(name if value is True else f"{name} {str(value).lower()}" for name, value in hardware.items())
