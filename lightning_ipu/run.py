@@ -531,7 +531,7 @@ class CommandLine(LightningCLI):
         self._close([*weights, *lines, *([note] if note else [])])
 
     def _close(self, lines: list[str]) -> None:
-        if self.trainer.is_global_zero:
+        if lines and self.trainer.is_global_zero:
             print("\n".join(lines), flush=True)
 
 
