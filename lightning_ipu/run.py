@@ -585,6 +585,8 @@ _CHATTER = (
 
 def keep_quiet(prog: str) -> None:
     """Silence Lightning's remarks on devices, tips and sanity; show warnings as one line each."""
+    if hasattr(sys.stdout, "reconfigure"):  # names of files may hold bytes that are no text: they are shown, as on stderr, not refused
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     def wanted(record: logging.LogRecord) -> bool:
         lightnings_own = {"pytorch_lightning", "lightning_fabric"} & set(Path(record.pathname).parts)

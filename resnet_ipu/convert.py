@@ -178,6 +178,8 @@ def _claim(target: Path, manifest: dict[str, Any]) -> None:
         found = sorted(name for name in os.listdir(target) if re.match(r"(train|validation)-\d+-of-\d+$", name))
         if found:
             raise DataFileError(f"{target} has shards of something else, such as {found[0]}: give another folder, or remove them")
+    for part in target.glob(".*-of-*.part"):  # of a process that was killed
+        part.unlink()
     write_atomically(path, json.dumps(manifest, indent=1) + "\n")
 
 

@@ -690,6 +690,9 @@ class ImageNetDataModule(pl.LightningDataModule):
             names = [name for name in names if _identity(folder / name) not in above]
             if not names:
                 raise DataNotFoundError(f"{folder} has no class folders: give each class a folder of images there")
+            for name in names:
+                if not name.isprintable():  # a configuration and a checkpoint keep the names
+                    raise DataFileError(f"{folder}: the class folder {os.fsencode(name)!r} has a name that is no text: rename it")
             return class_order(names)
         if self.layout.shards:
             return self._manifest.get("classes")
@@ -736,7 +739,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         for split, bad in self.bad_images.items():
             if bad:
                 source = self._sources(split)
-                shown = [f"  {source.name(number)}: {fault}" for number, fault in list(bad.items())[:20]]
+                shown = [f"  {' '.join(source.name(number).splitlines())}: {fault}" for number, fault in list(bad.items())[:20]]
                 more = [f"  and {len(bad) - 20:,} more"] if len(bad) > 20 else []
                 lines += [f"{len(bad):,} bad {split} images were left out:", *shown, *more]
         return "\n".join(lines) or None

@@ -44,7 +44,20 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
 UNIFORMS = 23  # random numbers that a training crop takes
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a training crop: share of the image's area; width / height
 
+_FORMATS = (
+    "JPEG",
+    "PNG",
+    "WEBP",
+    "GIF",
+    "BMP",
+    "DIB",
+    "TIFF",
+    "PPM",
+    "AVIF",
+    "JPEG2000",
+)  # none, as EPS would be, that Pillow runs a program for
 _LARGEST = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 62)  # pixels from which on Pillow refuses an image
+Image.init()  # without which Pillow knows the commonest formats only
 _RGB = 3  # torchvision's ImageReadMode.RGB
 # The operator beneath torchvision.io.decode_jpeg, which from 0.29 on warns at every call; without it Pillow decodes.
 _decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None) if hasattr(torch.ops, "image") else None
@@ -113,7 +126,7 @@ def decode_with_pillow(data: np.ndarray) -> Tensor:
     if len(data) == 0:
         raise ValueError("the file is empty")
     try:
-        with Image.open(io.BytesIO(memoryview(data))) as image:
+        with Image.open(io.BytesIO(memoryview(data)), formats=_FORMATS) as image:
             pixels = _to_rgb(image)
     except Image.UnidentifiedImageError:
         raise ValueError(_what_else(data)) from None
@@ -246,7 +259,7 @@ def image_facts(data: np.ndarray) -> tuple[int, int, str]:
         ValueError: the bytes are no image of a known kind.
     """
     try:
-        with Image.open(io.BytesIO(memoryview(data))) as image:
+        with Image.open(io.BytesIO(memoryview(data)), formats=_FORMATS) as image:
             return image.height, image.width, image.format or ""
     except Image.UnidentifiedImageError:
         raise ValueError(_what_else(data)) from None

@@ -89,6 +89,7 @@ def test_an_interrupted_conversion_goes_on_and_mends_what_is_damaged(tree, shard
     manifest = json.loads((tmp_path / "shards.json").read_text())
     (tmp_path / "shards.json").write_text(json.dumps({**manifest, "records": None}))  # as it is while it is being done
     (tmp_path / "train-00003-of-00008").unlink()
+    (tmp_path / ".train-00003-of-00008.x1y2.part").write_bytes(b"of a process that was killed")
     damaged = bytearray((tmp_path / "train-00004-of-00008").read_bytes())
     damaged[-100] ^= 1
     (tmp_path / "train-00004-of-00008").write_bytes(damaged)

@@ -1,6 +1,7 @@
 """ImageNet's data module: what is found in folders and shards, what is passed over, and that nothing but the data decides a batch."""
 
 import csv
+import io
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from runs import make_trainer
 from torchvision.transforms import v2
 
 from cifar_ipu.data import DataFileError, DataNotFoundError
+from lightning_ipu.run import keep_quiet
 from lightning_ipu.tfrecord import TFRecordError, encode_example, write_tfrecord
 from resnet_ipu import __main__ as command
 from resnet_ipu import data
@@ -209,6 +211,26 @@ def test_what_is_missing_or_does_not_fit_is_named(tree, tmp_path):
 
 
 # -- batches ------------------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_are_no_text_are_shown_and_never_end_a_run(tmp_path, monkeypatch):
+    root = os.fsencode(tmp_path)
+    for name in (b"train/a", b"train/b"):
+        os.makedirs(os.path.join(root, name))
+    (tmp_path / "train/a/good.jpg").write_bytes(encoded(photo(0), "JPEG"))
+    with open(os.path.join(root, b"train/b/\xe9\n.jpg"), "wb") as file:
+        file.write(b"nothing")
+    (tmp_path / "train/b/good.jpg").write_bytes(encoded(photo(1), "JPEG"))
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # strict, as on most systems
+    monkeypatch.setattr("sys.stdout", screen)
+    keep_quiet("test")
+    images = ImageNetDataModule(data_dir=tmp_path, on_bad_image="skip", image_size=16)
+    assert images.num_train_samples == 2
+    print(images.caveat, flush=True)
+    assert f"  {tmp_path}/train/b/\\udce9 .jpg: no image of a known kind" in screen.buffer.getvalue().decode().splitlines()[1]
+    os.rename(os.path.join(root, b"train/b"), os.path.join(root, b"train/\xe9"))
+    with pytest.raises(DataFileError, match=r"the class folder b'\\xe9' has a name that is no text"):
+        ImageNetDataModule(data_dir=tmp_path)
 
 
 def test_pixels_are_normalised_by_imagenets_constants_on_the_host_or_on_the_device_alike(tree):

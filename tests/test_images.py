@@ -96,6 +96,10 @@ def test_what_is_no_image_says_why():
     assert "empty" in causes["empty.png"] and "Git LFS" in causes["pointer.jpg"]
     with pytest.raises(ValueError, match="no image of a known kind: it begins with b'PK"):
         decoded(b"PK\x03\x04 and so on")
+    with pytest.raises(
+        ValueError, match="no image of a known kind: it begins with b'%!PS"
+    ):  # never handed to Ghostscript, which runs programs
+        decoded(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
     with pytest.raises(ValueError, match="floating-point"):
         decoded(encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"))
     whole = encoded(PICTURE, "PNG")
