@@ -84,7 +84,7 @@ def _find(name: str, folder: Path) -> Path:
             return place
     if Path(name).is_file():
         return Path(name)
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    known = sorted(path.stem for path in folder.glob("*.yaml") if "\ntrainer:" not in path.read_text())  # others are LightningCLI's
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"--config {name}: there is no such file, and the package has {', '.join(known)}{hint}")
