@@ -33,7 +33,7 @@ SHARD_POSITIONS = {"keras": 6, "estimator": 7, "whitened": 3}  # behind the firs
 
 BATCH_SIZES = {"original": {"keras": 32, "estimator": 16}, "fast": {"keras": 64, "estimator": 64, "whitened": 128}}
 EPOCHS = {"keras": 100, "estimator": 150}  # of the original recipe
-EPOCHS_IN_A_HURRY, EPOCHS_ON_SAMPLE = 12, 10
+EPOCHS_IN_A_HURRY, EPOCHS_ON_SAMPLE = 10, 10
 ACCUMULATION_IN_A_PIPELINE = 8
 ITERATIONS, ITERATIONS_WHEN_PROFILED = 50, 10
 
