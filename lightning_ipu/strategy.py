@@ -6,6 +6,7 @@ step in a tight loop and then moves Lightning's counters, learning-rate schedule
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
 import warnings
@@ -258,6 +259,8 @@ class IPUStrategy(DDPStrategy):
         if self._process_count > 1:
             self._meet_apart_from_earlier_attempts()
             self.setup_distributed()
+            atexit.unregister(_leave_process_group)
+            atexit.register(_leave_process_group)
             # Averages are over all processes already when Lightning sees them.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level")
             self._processes = Processes(placement, device=self.root_device)
@@ -961,6 +964,12 @@ class IPUStrategy(DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="The execution model of Graphcore's IPU, under its default plan")
+
+
+def _leave_process_group() -> None:
+    """At the program's end: gloo's threads, if they outlive Python, may end it with an abort (seen once with torch 2.14)."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _with(plan: Plan, **changed: int) -> Plan:
