@@ -32,6 +32,7 @@ FACTS = {
     "resnet50_mlperf_bs16": (2304, 4.588),
     "resnet50_mlperf_pod16_bs20": (1920, 3.823),
     "resnet50_mlperf_pod4_bs20": (480, 0.956),
+    "mresnet50_on1ipu_pod16": (1536, 3.0587),
     "resnet50_mlperf_pod16_lars": (3456, 10.525),  # 3,520 is rounded
     "resnet50": (16416, 2.0),
     "resnet50-pod4": (16416, 2.0),
@@ -110,7 +111,7 @@ def test_a_configuration_builds_and_takes_a_weight_update(name):
     else:
         trainer.fit(module, data)
         assert trainer.global_step == 1 and not torch.equal(module.network.fc.weight.float(), before.float())
-    layers = {"resnet8": 8, "resnet56": 56, "resnet50": 50}[re.match(r"resnet\d+", name)[0]]
+    layers = {"resnet8": 8, "resnet56": 56, "resnet50": 50}[re.search(r"resnet\d+", name)[0]]
     convolutions = sum(isinstance(part, torch.nn.Conv2d) and "downsample" not in name for name, part in module.network.named_modules())
     assert convolutions == layers - 1  # no depth was left out to be quick
 
