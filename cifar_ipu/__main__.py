@@ -88,11 +88,11 @@ A step is a weight update in every option, log and checkpoint name."""
 )
 
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
-_TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
+_TRAINING, _RUN = "training", cli.RUN
 
 OPTIONS = (
     Option(name="--network", group=_NETWORK, type=choice(*LAYERS), shown="keras; whitened with --recipe fast", help="keras is Keras' CIFAR-10 example, estimator has a third convolution in its first block, whitened is quick to train"),
-    Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep images plane by plane in memory; slower on most devices"),
+    Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep images plane by plane in memory; slower on most devices"),
     #
     Option(name="--dataset", group=_DATA, key="data.dataset", type=choice(*DATA_SETS), shown="CIFAR-10, else SAMPLE", help="data set"),
     Option(name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", default="data", help="where its files are, or are downloaded to"),
@@ -129,9 +129,7 @@ OPTIONS = (
     Option(name="--test-only", group=_TRAINING, type=bool, excludes="--train-only", help="do not train: score the latest checkpoint in --model-dir, with the settings it was trained with"),
     #
     Option(name="--processes", group=_RUN, type=positive(), shown="1, or torchrun's", help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages"),
-    Option(name="--device", group=_RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
-    Option(name="--threads", group=_RUN, key="machine.threads", type=positive(), shown="OMP_NUM_THREADS, else the cores it may use", help="threads of one operation"),
-    Option(name="--no-allocator-setting", group=_RUN, type=bool, help="leave glibc's allocator alone; else it keeps freed memory, which is faster"),
+    *cli.MACHINE_OPTIONS,
     Option(name="--log-interval", group=_RUN, key="log_interval", type=positive(float), metavar="SECONDS", shown="10, or a terminal's moving line; original: 3", help="seconds between lines that say how far the run is"),
     Option(name="--summary-interval", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="weight updates between rows of metrics.csv; original: 1"),
     Option(name="--model-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one"),
@@ -169,10 +167,6 @@ def settle(given: dict[str, Any]) -> list[str]:
         if given.get("dataset") == "SAMPLE":
             raise UsageError("--generated-data and --dataset SAMPLE exclude each other: the sample is real images")
         settings |= {"data.synthetic": "host", "data.augment": False}
-    if "no_channels_last" in given:
-        settings["model.channels_last"] = False
-    if "no_allocator_setting" in given:
-        settings["machine.keep_freed_memory"] = False
     if "profile" in given:
         settings["trainer.callbacks"] = [{"class_path": "lightning_ipu.profiling.ProfileReports"}]
     return cli.lightning_arguments(settings)

@@ -48,7 +48,7 @@ between -1 and 1: a constant gets 0.5, the benchmark's goal is 0.124."""
 
 
 _NETWORK, _DATA, _SIMULATION, _PLAN = "network", "data", "simulated universes", "plan (decides the numbers)"
-_TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
+_TRAINING, _RUN = "training", cli.RUN
 _FLAG = choice("0", "1")
 
 SIMULATION_OPTIONS = (
@@ -57,8 +57,8 @@ SIMULATION_OPTIONS = (
     Option(name="--voxel-size", group=_SIMULATION, key="data.voxel_size", type=positive(float), metavar="X", shown="4; the benchmark's: 1.4", help="side of a voxel in Mpc/h where H_0 = 70"),
     Option(name="--oversample", group=_SIMULATION, key="data.oversample", type=positive(), shown="2; the benchmark's: 1", help="particles along each side of a voxel"),
     Option(name="--spread", group=_SIMULATION, key="data.spread", type=positive(float), metavar="X", shown="0.3; the benchmark's: 0.1", help="share of 0.3, 0.8, 0.96, 70 within which parameters lie; of files: if it is known, for errors in physical units"),
-    Option(name="--box-in-mpc-per-h", group=_SIMULATION, type=bool, help="the box has one size in Mpc/h, not in Mpc: then H_0 can hardly be told"),
-    Option(name="--pack", group=_SIMULATION, type=bool, help="write the files with gzip"),
+    Option(name="--box-in-mpc-per-h", group=_SIMULATION, key="data.fixed_mpc", sets=False, type=bool, help="the box has one size in Mpc/h, not in Mpc: then H_0 can hardly be told"),
+    Option(name="--pack", group=_SIMULATION, key="data.pack", type=bool, help="write the files with gzip"),
 )  # fmt: skip
 
 OPTIONS = (
@@ -71,8 +71,8 @@ OPTIONS = (
     Option(name="--hidden-activation", group=_NETWORK, key="model.hidden_activation", type=choice(*ACTIVATIONS), shown="LeakyReLU", help="a layer of Keras"),
     Option(name="--dropout", group=_NETWORK, key="model.dropout", type=positive(float, zero=True), metavar="X", shown="0", help="share of the dense layers' outputs dropped in training"),
     Option(name="--apply-log", group=_NETWORK, type=_FLAG, shown="1", help="the network sees log(1 + counts); 0: counts divided by their mean"),
-    Option(name="--no-standardise", group=_NETWORK, type=bool, help="do not bring the redshifts to mean 0 and deviation 1, as in the original; Omega_m is then learned many times as late"),
-    Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep volumes redshift by redshift in memory; slower on most devices"),
+    Option(name="--no-standardise", group=_NETWORK, key="model.standardise", sets=False, type=bool, help="do not bring the redshifts to mean 0 and deviation 1, as in the original; Omega_m is then learned many times as late"),
+    Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep volumes redshift by redshift in memory; slower on most devices"),
     #
     Option(name="--dataset", group=_DATA, type=choice(*DATA_SETS), shown="tfrecord with --data-dir, else synthetic", help="simulated universes, CosmoFlow's files, or one random cube over and over"),
     Option(name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", shown="data", help="folder of .tfrecord files, plain or gzip, in train/ and validation/ or together; where simulated ones are kept"),
@@ -80,7 +80,7 @@ OPTIONS = (
     Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train; of files: all", help="validation samples; 0 does not validate"),
     Option(name="--validation-split", group=_DATA, key="data.validation_split", type=positive(float), metavar="X", shown="0.1", help="share of the universes to hold out where all files lie in one folder"),
     Option(name="--channels", group=_DATA, key="data.channels", type=positive(), default=4, help="redshifts that the network sees, of 0, 0.5, 1.5 and 3"),
-    Option(name="--no-augmentation", group=_DATA, type=bool, help="do not turn and mirror training cubes"),
+    Option(name="--no-augmentation", group=_DATA, key="data.augment", sets=False, type=bool, help="do not turn and mirror training cubes"),
     Option(name="--on-bad-record", group=_DATA, key="data.on_bad_record", type=choice("raise", "skip"), shown="raise", help="end with file, record and byte; or read all before the run and leave out what is bad"),
     Option(name="--cache-gb", group=_DATA, key="data.cache_gb", type=positive(float, zero=True), metavar="X", shown="what packed files need, up to half of what is free", help="memory for cubes that were read"),
     Option(name="--num-workers", group=_DATA, key="data.num_workers", type=positive(zero=True), default=0, help="loader processes"),
@@ -105,9 +105,7 @@ OPTIONS = (
     Option(name="--stop-at-mae", group=_TRAINING, type=positive(float), metavar="X", help="end when the validation's mean absolute error is at most X; the benchmark's: 0.124"),
     Option(name="--test", group=_TRAINING, type=bool, help="score universes of a test set as well, at the end"),
     #
-    Option(name="--device", group=_RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
-    Option(name="--threads", group=_RUN, key="machine.threads", type=positive(), shown="OMP_NUM_THREADS, else the cores it may use", help="threads of one operation"),
-    Option(name="--no-allocator-setting", group=_RUN, type=bool, help="leave glibc's allocator alone; else it keeps freed memory, which is faster"),
+    *cli.MACHINE_OPTIONS,
     Option(name="--steps-per-log", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="rows of metrics.csv"),
     Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
     Option(name="--data-benchmark", group=_RUN, type=bool, help="do not train: read the training set as fast as it goes, 3 epochs, and say how fast"),
@@ -155,10 +153,6 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["model.conv_size"] = 16
     if "apply_log" in given:
         settings["model.apply_log"] = given["apply_log"] == "1"
-    if "no_standardise" in given:
-        settings["model.standardise"] = False
-    if "no_channels_last" in given:
-        settings["model.channels_last"] = False
     if "stop_at_mae" in given:
         if settings.get("data.n_valid") == 0:
             raise UsageError(f"--stop-at-mae {given['stop_at_mae']:g} needs validation, and --n-valid is 0")
@@ -166,8 +160,6 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["trainer.callbacks"] = [{"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": stop}]
     if "max_steps" in given and "n_epochs" not in given:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
-    if "no_allocator_setting" in given:
-        settings["machine.keep_freed_memory"] = False
     if "print_fom" in given and settings.get("data.n_valid") == 0:
         raise UsageError("--print-fom needs validation, and --n-valid is 0")
     config = [f"--config={_find_config(given['config'])}"] if configured else []
@@ -204,14 +196,8 @@ def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, configured:
         raise UsageError("--dataset tfrecord needs --data-dir DIR, the folder of the files")
     if dataset is not None:
         settings["data.dataset"] = dataset
-    if "no_augmentation" in given:
-        settings["data.augment"] = False
-    elif not configured:
+    if "no_augmentation" not in given and not configured:
         settings["data.augment"] = dataset != "dummy"
-    if "box_in_mpc_per_h" in given:
-        settings["data.fixed_mpc"] = False
-    if "pack" in given:
-        settings["data.pack"] = True
     if "seed" in given or not configured:
         settings["seed_everything"] = settings["data.seed"] = given.get("seed", 0)
     if not configured:
@@ -362,12 +348,7 @@ def _show(given: dict[str, Any]) -> int:
 
 
 def _data_options(given: dict[str, Any], options: tuple[Option, ...]) -> dict[str, Any]:
-    settings = {key.removeprefix("data."): value for key, value in cli.settings_of(given, options).items()}
-    if "box_in_mpc_per_h" in given:
-        settings["fixed_mpc"] = False
-    if "pack" in given:
-        settings["pack"] = True
-    return settings
+    return {key.removeprefix("data."): value for key, value in cli.settings_of(given, options).items()}
 
 
 def _other(name: str, words: list[str]) -> int:

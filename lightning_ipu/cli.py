@@ -24,6 +24,8 @@ from lightning_ipu import configs, precision
 __all__ = [
     "AVERAGE_OPTIONS",
     "CHECKPOINT_OPTIONS",
+    "MACHINE_OPTIONS",
+    "RUN",
     "SUBCOMMANDS",
     "Option",
     "UsageError",
@@ -59,6 +61,7 @@ class Option:
     Args:
         name: as typed, ``--batch-size``.
         key: LightningCLI's key that a given value goes to; None where the command's own rules turn the value into settings.
+        sets: what a flag puts there, where that is not true: false for one that switches something off.
         type: what reads the text; ``bool`` makes the option a flag, which takes true or false as well.
         default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
             says which.
@@ -75,6 +78,7 @@ class Option:
     group: str
     help: str = ""
     key: str | None = None
+    sets: Any = True
     type: Callable[[str], Any] = str
     default: Any = None
     shown: str | None = None
@@ -189,6 +193,28 @@ precision_choice.choices = precision.CHOICES
 
 
 # -- options that every command has --------------------------------------------------------------------------------------------
+
+RUN = "run (moves speed and output only, precision excepted)"
+
+MACHINE_OPTIONS = (
+    Option(name="--device", group=RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
+    Option(
+        name="--threads",
+        group=RUN,
+        key="machine.threads",
+        type=positive(),
+        shown="OMP_NUM_THREADS, else the cores it may use",
+        help="threads of one operation",
+    ),
+    Option(
+        name="--no-allocator-setting",
+        group=RUN,
+        key="machine.keep_freed_memory",
+        sets=False,
+        type=bool,
+        help="leave glibc's allocator alone; else it keeps freed memory, which is faster",
+    ),
+)
 
 CHECKPOINT_OPTIONS = (
     Option(
@@ -341,7 +367,7 @@ def settings_of(given: Mapping[str, Any], options: Iterable[Option]) -> dict[str
     for option in options:
         value = given.get(option.dest, option.default)
         if option.key is not None and value is not None:
-            settings[option.key] = value
+            settings[option.key] = option.sets if value is True else value
     return settings
 
 

@@ -97,7 +97,7 @@ _size.choices = (*CIFAR_SIZES, *IMAGENET_SIZES, *TOY_MODELS)
 _dataset.choices = DATA_SETS
 
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
-_TRAINING, _RUN = "training", "run (moves speed and output only, precision excepted)"
+_TRAINING, _RUN = "training", cli.RUN
 _COMPILER = "steers the IPU's compiler only and changes nothing here"
 
 OPTIONS = (
@@ -164,8 +164,22 @@ OPTIONS = (
         metavar="FILE",
         help="start from a state_dict under torchvision's names, such as its .pth files",
     ),
-    Option(name="--no-zero-init", group=_NETWORK, type=bool, help="do not start each block as its shortcut alone (last norm's weight 0)"),
-    Option(name="--no-channels-last", group=_NETWORK, type=bool, help="keep images plane by plane in memory; slower on most devices"),
+    Option(
+        name="--no-zero-init",
+        group=_NETWORK,
+        key="model.zero_init_last_norm",
+        sets=False,
+        type=bool,
+        help="do not start each block as its shortcut alone (last norm's weight 0)",
+    ),
+    Option(
+        name="--no-channels-last",
+        group=_NETWORK,
+        key="model.channels_last",
+        sets=False,
+        type=bool,
+        help="keep images plane by plane in memory; slower on most devices",
+    ),
     #
     Option(
         name="--dataset",
@@ -194,7 +208,12 @@ OPTIONS = (
         help="share or number of training images to validate on; the test set is left for --test",
     ),
     Option(
-        name="--validate-on-test", group=_DATA, type=bool, excludes="--validation-split", help="validate on the test set, train on all else"
+        name="--validate-on-test",
+        group=_DATA,
+        key="data.validation_on_test",
+        type=bool,
+        excludes="--validation-split",
+        help="validate on the test set, train on all else",
     ),
     Option(
         name="--synthetic-data",
@@ -203,7 +222,14 @@ OPTIONS = (
         type=choice("host", "ipu"),
         help="make images up: on the host, or on the device itself, which leaves loading out",
     ),
-    Option(name="--no-augmentation", group=_DATA, type=bool, help="no random crops and flips, and nothing of the next three"),
+    Option(
+        name="--no-augmentation",
+        group=_DATA,
+        key="data.augment",
+        sets=False,
+        type=bool,
+        help="no random crops and flips, and nothing of the next three",
+    ),
     Option(
         name="--auto-augment",
         group=_DATA,
@@ -263,6 +289,8 @@ OPTIONS = (
     Option(
         name="--no-eight-bit-transfer",
         group=_DATA,
+        key="data.eight_bit_transfer",
+        sets=False,
         type=bool,
         excludes="--eight-bit-transfer",
         help="of IMAGENET: normalise on the host instead, which moves four times the bytes",
@@ -365,6 +393,7 @@ OPTIONS = (
     Option(
         name="--recompute",
         group=_PLAN,
+        key="trainer.strategy.recompute",
         type=bool,
         help="recompute activations in the backward pass: less memory, the same numbers",
         aliases=("--recomputation",),
@@ -400,7 +429,15 @@ OPTIONS = (
         help="stochastic rounding of weight updates in 16.16, which is the default: a change below the spacing of 16-bit numbers,"
         " 1/256 of a weight in bf16, is made at times instead of never",
     ),
-    Option(name="--no-prng", group=_PLAN, type=bool, excludes="--prng", help="round them to nearest instead, which loses such changes"),
+    Option(
+        name="--no-prng",
+        group=_PLAN,
+        key="trainer.strategy.stochastic_rounding",
+        sets=False,
+        type=bool,
+        excludes="--prng",
+        help="round them to nearest instead, which loses such changes",
+    ),
     Option(
         name="--loss-scaling",
         group=_PLAN,
@@ -576,7 +613,7 @@ OPTIONS = (
         shown="0.9 for sgd (Nesterov's) and lars, 0 for rmsprop; original: none",
         help="momentum",
     ),
-    Option(name="--no-nesterov", group=_TRAINING, type=bool, help="plain momentum for sgd"),
+    Option(name="--no-nesterov", group=_TRAINING, key="model.nesterov", sets=False, type=bool, help="plain momentum for sgd"),
     Option(
         name="--label-smoothing",
         group=_TRAINING,
@@ -666,21 +703,7 @@ OPTIONS = (
         shown="all",
         help="whole networks that validate at once, at most one per process: the same numbers",
     ),
-    Option(name="--device", group=_RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
-    Option(
-        name="--threads",
-        group=_RUN,
-        key="machine.threads",
-        type=positive(),
-        shown="OMP_NUM_THREADS, else the cores it may use",
-        help="threads of one operation",
-    ),
-    Option(
-        name="--no-allocator-setting",
-        group=_RUN,
-        type=bool,
-        help="leave glibc's allocator alone; else it keeps freed memory, which is faster",
-    ),
+    *cli.MACHINE_OPTIONS,
     Option(
         name="--steps-per-log",
         group=_RUN,
@@ -773,18 +796,10 @@ def settle(given: dict[str, Any]) -> list[str]:
 
     if "prng" in given and given.get("precision") not in ("16", "16.16"):
         raise UsageError(f"--prng concerns 16-bit weights: it needs --precision 16.16, not {given.get('precision', 'auto')}")
-    if "no_prng" in given:
-        settings["trainer.strategy.stochastic_rounding"] = False
     if given.get("loss_scaling") == 0:
         settings["trainer.strategy.loss_scaling"] = 1.0 if given.get("half_type") == "fp16" else None
     if "auto_loss_scaling" in given:
         settings["trainer.strategy.loss_scaling"] = "auto"
-    if "no_zero_init" in given:
-        settings["model.zero_init_last_norm"] = False
-    if "no_channels_last" in given:
-        settings["model.channels_last"] = False
-    if "no_nesterov" in given:
-        settings["model.nesterov"] = False
     if "norm_groups" in given and given.get("norm_type", "batch") != "group":
         raise UsageError(f"--norm-groups {given['norm_groups']} needs --norm-type group")
     for option in ("mixup", "cutmix"):
@@ -799,8 +814,6 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["seed_everything"] = given.get("seed", 0)
     if "max_steps" in given and "epochs" not in given:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
-    if "no_allocator_setting" in given:
-        settings["machine.keep_freed_memory"] = False
     settings["trainer.default_root_dir"] = cli.output_directory(given)
     return cli.lightning_arguments(settings)
 
@@ -819,12 +832,6 @@ def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, of_checkpoi
             why = "its validation images are files of their own" if imagenet else "it belongs to --dataset IMAGENET"
             why = "made-up images have none of its files" if imagenet and synthetic else why
             raise UsageError(f"{option.name} means nothing for --dataset {given.get('dataset', 'CIFAR-10')}: {why}")
-    if "no_augmentation" in given:
-        settings["data.augment"] = False
-    if "no_eight_bit_transfer" in given:
-        settings["data.eight_bit_transfer"] = False
-    if "validate_on_test" in given:
-        settings["data.validation_on_test"] = True
     if synthetic and "image_size" in given:
         settings["data.synthetic_image_size"] = settings.pop("data.image_size")
     if of_checkpoints and not synthetic:
@@ -916,8 +923,6 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> tuple[int, 
         if not splits:
             settings["trainer.strategy.num_stages"] = stages
         settings["trainer.strategy.pipeline_schedule"] = given.get("pipeline_schedule", "1F1B") if "pipeline" in given else "Sequential"
-    if "recompute" in given:
-        settings["trainer.strategy.recompute"] = True
     if "pipeline_validation_model" in given:
         if stages == 1:
             raise UsageError("--pipeline-validation-model needs --pipeline with at least two stages")

@@ -149,7 +149,7 @@ def test_the_command_runs_one_and_lists_what_has_no_effect(run):  # noqa: F811
         ("size: 20\nmodel-name: resnet50", "model-name: --size is said twice"),
         ("- size", "must hold one option a line, such as `epochs: 30`, not a list"),
         ("size: ]", 'mine.yaml cannot be read: .*"mine.yaml", line 1, column 7'),
-        ("base: resnet_nowhere", "--config resnet_nowhere: there is no such file, and the package has resnet50, "),
+        ("base: resnet_nowhere", "--config resnet_nowhere: there is no such file, and the package has mresnet50_on1ipu_pod16, resnet50, "),
         ("base: mine", "base: .* leads back to itself"),
         ("norm-layer: {name: layer_norm}", "norm-layer: name: 'layer_norm' is not known; known are custom_batch_norm"),
         ("norm-layer: {name: group_norm}", "norm-layer: group_norm needs num_groups"),
