@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -35,3 +36,34 @@ def own_seed(monkeypatch):
     yield
     os.environ.pop("PL_GLOBAL_SEED", None)
     os.environ.pop("PL_SEED_WORKERS", None)
+
+
+@pytest.fixture
+def own_process(monkeypatch):
+    """What a command sets (handlers of signals, how warnings are shown, threads) ends with the test, as with a process of its own."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # as Python does outside tests
+        yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def command_line(own_process, tmp_path, monkeypatch, capfd):
+    """Runs a command's main with arguments in an empty directory: (exit status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(main, *arguments) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            status = main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            status = end.code
+        return status, *capfd.readouterr()
+
+    return run

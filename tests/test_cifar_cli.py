@@ -3,10 +3,8 @@
 import csv
 import os
 import re
-import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -25,35 +23,13 @@ ORIGINAL = """--batch-size --epochs --ipus --gradient-accumulation-count --model
     --train-only --log-interval --summary-interval --model-dir --profile --generated-data""".split()
 
 
-@pytest.fixture(autouse=True)
-def _leave_the_process_as_it_was(monkeypatch):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # as in a process of its own
-        yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs a command line in an empty directory: (exit status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(line: str, *more: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        try:
-            status = command.main([*line.split(), *more])
-        except SystemExit as end:
-            status = end.code
-        return status, *capfd.readouterr()
-
-    return run
+def run(command_line, monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    return lambda line, *more: command_line(command.main, *line.split(), *more)
 
 
 def settled(line: str) -> dict[str, str]:

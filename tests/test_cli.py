@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,35 +31,12 @@ ORIGINAL = """--dataset --data-dir --num-workers --batch-size --size --norm-type
     --gradient-accumulation-factor --ckpt --syncless-collectives --max-bytes-per-tile --log-dir --log_dir_string --get-reports""".split()
 
 
-@pytest.fixture(autouse=True)
-def _leave_the_process_as_it_was(monkeypatch):
-    """A command sets signal handlers, the way warnings are shown and threads: in a test they end with it."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs a command line in an empty directory: (exit status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        try:
-            status = command.main(list(arguments))
-        except SystemExit as end:
-            status = end.code
-        return status, *capfd.readouterr()
-
-    return run
+def run(command_line):
+    return partial(command_line, command.main)
 
 
 def settled(*arguments: str) -> dict[str, str]:

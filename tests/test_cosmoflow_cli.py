@@ -2,10 +2,10 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,34 +27,12 @@ ORIGINAL = """--output-dir --data-dir --n-train --n-valid --micro-batch-size --n
     --distributed --print-fom -v --verbose --profiling""".split()
 
 
-@pytest.fixture(autouse=True)
-def _leave_the_process_as_it_was(monkeypatch):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # as in a process of its own
-        yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs a command line in an empty directory: (exit status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        try:
-            status = command.main(list(arguments))
-        except SystemExit as end:
-            status = end.code
-        return status, *capfd.readouterr()
-
-    return run
+def run(command_line):
+    return partial(command_line, command.main)
 
 
 def settled(*arguments: str) -> dict[str, str]:

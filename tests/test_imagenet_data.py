@@ -33,17 +33,7 @@ from resnet_ipu.module import ResNetModule
 GOOD = 4 * 10 + len(oddities())  # training images of the tree
 
 
-@pytest.fixture(autouse=True)
-def _leave_the_process_as_it_was(monkeypatch):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    threads = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("own_process")
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +47,8 @@ def bad_tree(tmp_path_factory):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs a command line in an empty directory: (exit status, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments) -> tuple[int, str, str]:
-        capfd.readouterr()
-        return command.main([str(argument) for argument in arguments]), *capfd.readouterr()
-
-    return run
+def run(command_line):
+    return partial(command_line, command.main)
 
 
 def module(folder, **options) -> ImageNetDataModule:

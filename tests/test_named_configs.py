@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from runs import QUIET
-from test_cli import CONFIGS, OF_LIGHTNING, _leave_the_process_as_it_was, run, settled  # noqa: F401 -- fixtures
+from test_cli import CONFIGS, OF_LIGHTNING, run, settled  # noqa: F401 -- fixtures
 
 from cifar_ipu.data import ImageDataModule
 from lightning_ipu import IPUStrategy, cli, configs
@@ -16,6 +16,8 @@ from lightning_ipu.precision import lightning_precision
 from resnet_ipu import __main__ as command
 from resnet_ipu import keras_names, networks
 from resnet_ipu.module import ResNetModule
+
+pytestmark = pytest.mark.usefixtures("own_process")
 
 NAMED = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path not in OF_LIGHTNING)
 FEWER = ["--micro-batch-size", "2", "--synthetic-data", "host", "--validation-micro-batch-size", "2"]

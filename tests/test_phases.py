@@ -9,10 +9,12 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from runs import Ledger, Net, classes, csv_logger, csv_rows, fit, loader
-from test_cli import _leave_the_process_as_it_was, files, run  # noqa: F401 -- fixtures
+from test_cli import files, run  # noqa: F401 -- fixtures
 from torch.optim.lr_scheduler import LambdaLR
 
 from resnet_ipu.module import ResNetModule
+
+pytestmark = pytest.mark.usefixtures("own_process")
 
 TINY = ["--dataset", "sample", "--size", "8", "--precision", "32.32", "--limit-train-batches", "4", "--limit-val-batches", "2"]
 
