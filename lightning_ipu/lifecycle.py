@@ -31,7 +31,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint in ``directory`` with which its run goes on: ``last.ckpt``, else the one after the most weight updates."""
     if (directory / LAST).is_file():
         return directory / LAST
-    loaded = {path: torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in directory.glob("*.ckpt")}
+    loaded = {path: torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in directory.glob("*.ckpt")}
     found = {path: checkpoint["global_step"] for path, checkpoint in loaded.items() if OF_CHECKPOINTS not in checkpoint}
     return max(found, key=lambda path: (found[path], path.name), default=None)
 
@@ -40,7 +40,7 @@ def stages_of(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
     """Checkpoints in the order of their weight updates: (weight updates, epochs done, file); ``last.ckpt`` only where it is no second name."""
     found = []
     for path in paths:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         epochs = checkpoint[KEY]["position"]["epoch"] if KEY in checkpoint else checkpoint["epoch"]
         found.append((weight_updates_in(checkpoint), epochs, path))
     others = {updates for updates, _, path in found if path.name != LAST}
@@ -120,18 +120,18 @@ class RunCheckpoints(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self.every_n_updates and trainer.global_step % self.every_n_updates == 0 or self._is_due(trainer):
             self._save(trainer)
-        self._end_if_asked(trainer)
+        self._end_if_asked(trainer, trainer.strategy.agreed_stop)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._per_epoch or self._is_due(trainer):
             self._save(trainer)
-        self._end_if_asked(trainer)
+        self._end_if_asked(trainer, trainer.strategy.agree_on_stop())
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer)
-        self._end_if_asked(trainer)
+        self._end_if_asked(trainer, trainer.strategy.agree_on_stop())
         self.signals.trainer = None
 
     @override
@@ -169,8 +169,8 @@ class RunCheckpoints(Callback):
         """The checkpoints that are kept under their numbers of weight updates."""
         return {int(number): path for path in self.directory.glob("update*.ckpt") if (number := path.stem[len("update") :]).isdigit()}
 
-    def _end_if_asked(self, trainer: pl.Trainer) -> None:
-        if trainer is not self.signals.trainer or (signum := trainer.strategy.agreed_stop_signal()) is None:
+    def _end_if_asked(self, trainer: pl.Trainer, signum: int | None) -> None:
+        if signum is None or trainer is not self.signals.trainer:
             return
         self._save(trainer)
         self.signals.trainer = None

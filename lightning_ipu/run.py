@@ -58,7 +58,6 @@ class Command:
         facts: rows for the table at the start, as (name, value); the first says which network it is.
         epochs: how many to train where nothing says how many, and why, in words, where that is worth a line.
         note: a line to end with that must not be missed, None without one.
-        model_defaults, data_defaults: values that this command starts from.
     """
 
     prog: str

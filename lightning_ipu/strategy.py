@@ -186,6 +186,7 @@ class IPUStrategy(DDPStrategy):
         self._stages: StageState | None = None
         self._restored: dict[str, Any] | None = None  # what the checkpoint of a resumed fit says in this package's words
         self._epoch: int | None = None  # that `progress.updates_done` counts in
+        self._agreed_stop: int | None = None
         self._between_steps = True  # whether what follows a host step is over: logs, validation
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
 
@@ -451,7 +452,12 @@ class IPUStrategy(DDPStrategy):
         """Called in every process in the same weight update: one of them had been asked to stop before it."""
         self.progress.stop_signal = self._agreed_stop = number
 
-    def agreed_stop_signal(self) -> int | None:
+    @property
+    def agreed_stop(self) -> int | None:
+        """The signal after which all processes have ended the last host step together; a process that is alone needs nobody's consent."""
+        return self.progress.stop_signal if self._processes is None else self._agreed_stop
+
+    def agree_on_stop(self) -> int | None:
         """The signal that a handler in any of the processes has stored in `progress.stop_signal`; to be called by all of them alike."""
         number = self.progress.stop_signal or 0
         if self._processes is not None:
@@ -804,7 +810,7 @@ class IPUStrategy(DDPStrategy):
         first_update = progress.updates_done
         run_update = trainer.global_step + (self._scaling.skipped if self._scaling else 0)  # one that is skipped has a number as well
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        alone, self._agreed_stop = self._processes is None, None
+        self._agreed_stop = None
 
         try:
             with preserved_streams(self.root_device), recorder.recording():
@@ -823,7 +829,7 @@ class IPUStrategy(DDPStrategy):
                             if steps.current.completed % frequency == 0:
                                 self._lr_step(schedule, None) if self._lr_step else schedule.step()
                     # With several processes a signal of this moment waits: the others could not know of it.
-                    if (progress.stop_signal if alone else self._agreed_stop) is not None:
+                    if self.agreed_stop is not None:
                         break
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
             self._move_batch_progress((progress.updates_done - first_update - handle.weight_updates) * per_update + 1)
