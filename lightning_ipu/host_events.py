@@ -28,31 +28,26 @@ class HostEvents:
         device_iterations: the most weight updates of a host step.
         updates_per_epoch: None for a stream of unknown length.
         max_steps: weight updates after which the run ends; -1 for no such limit.
-        in_run: (what, period): due after every so many updates of the run.
+        in_run: (what, update, period): due after this update of the run and every so many more.
         in_epoch: (what, period): due after every so many updates of an epoch.
         before: (what, period): due before the last of every so many updates of the run.
-        from_update: (what, update, period): due after this update of the run and every so many more.
         logs_are_given: whether it was said how often to log; an epoch then need not show a training loss.
     """
 
     device_iterations: int
     updates_per_epoch: int | None
     max_steps: int = -1
-    in_run: list[tuple[str, int]] = field(default_factory=list)
+    in_run: list[tuple[str, int, int]] = field(default_factory=list)
     in_epoch: list[tuple[str, int]] = field(default_factory=list)
     before: list[tuple[str, int]] = field(default_factory=list)
-    from_update: list[tuple[str, int, int]] = field(default_factory=list)
     logs_are_given: bool = False
 
     def updates_until_due(self, *, run_update: int, epoch_update: int) -> int:
         """Weight updates that the next host step may hold, after so many in the run and in the epoch."""
         bounds = [self.device_iterations]
-        bounds += [period - run_update % period for _, period in self.in_run]
+        bounds += [first - run_update if run_update < first else period - (run_update - first) % period for _, first, period in self.in_run]
         bounds += [period - epoch_update % period for _, period in self.in_epoch]
         bounds += [period - (run_update + 1) % period for _, period in self.before]
-        bounds += [
-            first - run_update if run_update < first else period - (run_update - first) % period for _, first, period in self.from_update
-        ]
         if self.updates_per_epoch is not None:
             bounds.append(self.updates_per_epoch - epoch_update)
         if self.max_steps >= 0:
@@ -62,7 +57,7 @@ class HostEvents:
     @property
     def reduction(self) -> str | None:
         """One line that says by what the device iterations are cut, None where nothing cuts them."""
-        limits = [*self.in_run, *self.in_epoch, *self.before, *((what, period) for what, _, period in self.from_update)]
+        limits = [*((what, period) for what, _, period in self.in_run), *self.in_epoch, *self.before]
         if self.updates_per_epoch is not None:
             limits.append(("an epoch", self.updates_per_epoch))
         if self.max_steps >= 0:
@@ -230,24 +225,27 @@ def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> Ho
     interval = validation_interval(trainer, updates_per_epoch)
     at_epoch_end = trainer.check_val_every_n_epoch is not None and interval == updates_per_epoch
     if trainer.enable_validation and interval is not None and not at_epoch_end:
-        (events.in_run if trainer.check_val_every_n_epoch is None else events.in_epoch).append(("a validation", interval))
+        if trainer.check_val_every_n_epoch is None:
+            events.in_run.append(("a validation", interval, interval))
+        else:
+            events.in_epoch.append(("a validation", interval))
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback._every_n_train_steps > 0:
-            events.in_run.append(("a checkpoint", callback._every_n_train_steps))
+            events.in_run.append(("a checkpoint", callback._every_n_train_steps, callback._every_n_train_steps))
         if every := getattr(callback, "every_n_updates", None):
-            events.in_run.append(("a checkpoint", every))
+            events.in_run.append(("a checkpoint", every, every))
         if isinstance(callback, EventsPerEpoch):
             if callback.log_every is not None:
-                events.in_run.append(("a log", callback.log_every))
+                events.in_run.append(("a log", callback.log_every, callback.log_every))
                 events.logs_are_given = True
             if callback.checkpoint_every is not None:
-                events.from_update.append(("a checkpoint", callback.first_checkpoint, callback.checkpoint_every))
+                events.in_run.append(("a checkpoint", callback.first_checkpoint, callback.checkpoint_every))
         if any(base.__name__ in _EVERY_UPDATE for base in type(callback).__mro__) and not isinstance(callback, StochasticWeightAveraging):
-            events.in_run.append((type(callback).__name__, 1))
+            events.in_run.append((type(callback).__name__, 1, 1))
         if isinstance(callback, LearningRateMonitor) and callback.logging_interval != "epoch" and trainer.log_every_n_steps > 0:
             events.before.append(("LearningRateMonitor", trainer.log_every_n_steps))
     if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.strategy.lr_scheduler_configs):
-        events.in_run.append(("a plateau schedule", 1))
+        events.in_run.append(("a plateau schedule", 1, 1))
     return events
 
 
