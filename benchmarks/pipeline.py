@@ -107,7 +107,7 @@ def main() -> None:
 
     def run(variant: str, micro_batches: int, width: int, updates: int) -> float:
         command = [sys.executable, __file__, "--one", variant, *map(str, (micro_batches, width, updates))]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(PROCESSES_AND_THREADS[variant][1]), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(PROCESSES_AND_THREADS[variant][1])}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             sys.exit(done.stderr)

@@ -22,12 +22,10 @@ SETTINGS = {"8": (128, 60), "20": (128, 45), "18": (32, 30), "50": (16, 25), "x5
 
 def plain_loop(size: str, batch: int, updates: int) -> float:
     """Train as an expert would by hand; returns samples per second."""
-    from lightning_ipu import machine
-
-    machine.wait_passively()
     import torch
 
     from cifar_ipu.data import load_images, random_crop_and_flip, random_words
+    from lightning_ipu import machine
     from lightning_ipu.precision import resolve
     from resnet_ipu.networks import resnet
 

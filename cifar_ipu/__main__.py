@@ -12,7 +12,7 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli, machine  # noqa: E402
+from lightning_ipu import cli  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
@@ -263,7 +263,6 @@ def _split_at(given: dict[str, Any], *, network: str) -> list[str] | None:
 
 def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
-    machine.wait_passively()  # read when torch is loaded
     if "profile" in given:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library talks to standard error
 

@@ -13,7 +13,7 @@ from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli, machine  # noqa: E402
+from lightning_ipu import cli  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 
 if TYPE_CHECKING:
@@ -229,8 +229,6 @@ def _find_config(name: str) -> Path:
 
 def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
-    machine.wait_passively()  # read when torch is loaded
-
     from cosmoflow_ipu.data import CosmoFlowDataModule
     from cosmoflow_ipu.module import CosmoFlowModule
     from lightning_ipu.run import Command, run_command
@@ -363,7 +361,6 @@ def _other(name: str, words: list[str]) -> int:
         given = cli.parse(words, parser=parser, options=options)
         if name == "generate" and "output_dir" not in given:
             raise UsageError("generate needs --output-dir DIR, the folder to write to")
-        machine.wait_passively()
         return run(given)
     except (ValueError, OSError) as error:  # UsageError is one
         print(f"cosmoflow_ipu {name}: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -174,7 +174,7 @@ class CommandLine(LightningCLI):
         parser.add_argument("--wandb", type=bool, default=False, help="log to Weights & Biases as well; offline with WANDB_MODE=offline")
         parser.add_argument("--wandb_run_name", type=str | None, default=None, help="name of the run there")
         parser.add_argument("--wandb_tags", type=list[str] | None, default=None, help="tags of the run there")
-        parser.add_function_arguments(set_up_machine, "machine")
+        parser.add_function_arguments(set_up_machine, "machine", skip={"processes"})
         for attribute, argument in self.command.links:
             parser.link_arguments(f"data.{attribute}", f"model.{argument}", apply_on="instantiate")
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
@@ -253,6 +253,7 @@ class CommandLine(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        set_up_machine(**config.machine, processes=self._process_count(on_this_machine=True))
         accelerator = config.trainer.accelerator
         if accelerator == "auto":  # never Apple's or another device that the engine was not made for
             accelerator = "gpu" if torch.cuda.is_available() else "cpu"
@@ -405,11 +406,13 @@ class CommandLine(LightningCLI):
             path.rename(free_name(path))
         write_atomically(path, config_yaml)
 
-    def _process_count(self) -> int:
+    def _process_count(self, *, on_this_machine: bool = False) -> int:
         """Processes that run this command: torchrun's, or as many as the Trainer starts."""
-        trainer = self.config_init[self.subcommand].trainer
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return int(os.environ["LOCAL_WORLD_SIZE" if on_this_machine else "WORLD_SIZE"])
+        trainer = self.config[self.subcommand].trainer
         devices = int(trainer.devices) if str(trainer.devices).isdigit() else 1
-        return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else devices * trainer.num_nodes
+        return devices if on_this_machine else devices * trainer.num_nodes
 
     def machine_facts(self) -> list[tuple[str, str]]:
         """Rows for the table: the device and the precision."""
@@ -553,16 +556,17 @@ class SaveConfig(SaveConfigCallback):
             self.line.begin_output(self.parser.dump(self.config, skip_none=False))
 
 
-def set_up_machine(threads: int | None = None, keep_freed_memory: bool = True) -> int:
+def set_up_machine(threads: int | None = None, keep_freed_memory: bool = True, *, processes: int = 1) -> None:
     """Make the settings that move the speed and no number, before anything big is allocated.
 
     Args:
-        threads: threads of one operation; null is the cores that this process may use, or OMP_NUM_THREADS.
+        threads: threads of one operation; null is OMP_NUM_THREADS, or this process's share of the cores that it may use.
         keep_freed_memory: tell glibc to keep big blocks of memory instead of handing them back to the system.
+        processes: that share this machine's cores.
     """
     if keep_freed_memory:
         machine.keep_freed_memory()
-    return machine.set_threads(threads)
+    machine.set_threads(threads, processes=processes)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------------------

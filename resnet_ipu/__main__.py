@@ -1009,8 +1009,6 @@ def _divisors(number: int) -> str:
 
 def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
-    machine.wait_passively()  # read when torch is loaded
-
     from cifar_ipu.data import ImageDataModule
     from lightning_ipu.run import Command, run_command
     from resnet_ipu.data import ImageNetDataModule
@@ -1134,8 +1132,6 @@ goes on."""
         given = cli.parse(rest, parser=parser, options=CONVERT_OPTIONS)
         if len(places) < 2:
             raise UsageError("give the folder to read and the one to write to: resnet_ipu convert SRC DST")
-        machine.wait_passively()
-
         from lightning_ipu.run import keep_quiet
         from resnet_ipu.convert import convert
 

@@ -1,4 +1,4 @@
-"""Machine settings: cores that a process may use, passive waiting, the allocator."""
+"""Machine settings: cores that a process may use, the allocator."""
 
 import os
 import subprocess
@@ -64,25 +64,9 @@ def test_the_tightest_quota_of_the_control_group_counts(tmp_path, files, quota):
     assert machine.usable_cores(root=root) == (cores if quota is None else max(1, min(cores, int(quota))))
 
 
-def test_waiting_is_passive_unless_the_user_says_otherwise(monkeypatch):
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    machine.wait_passively()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    machine.wait_passively()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    machine.wait_passively()
-    assert "OMP_WAIT_POLICY" not in os.environ
-
-
-# Allocates, touches and frees 64 MiB twice; prints whether the setting was made and the page faults of the second time.
+# Allocates, touches and frees 64 MiB twice; prints the page faults of the second time.
 _FAULTS = """
-import ctypes, resource, sys
-from lightning_ipu import machine
-kept = machine.keep_freed_memory() if sys.argv[1] == "keep" else False
+import ctypes, resource
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def once():
@@ -92,26 +76,56 @@ def once():
     libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 once()
-print(int(kept), once())
+print(once())
+"""
+_SETTING = """
+import sys
+from lightning_ipu import machine
+print(int(sys.argv[1] == "keep" and machine.keep_freed_memory()))
+"""
+_COMMAND = """
+import sys, torch
+from resnet_ipu.__main__ import main
+assert main(sys.argv[1:]) == 0
+print(torch.get_num_threads())
 """
 
 
-def _faults(mode: str, **environment: str) -> tuple[int, int]:
-    script = f"LIGHT_START = True\n{_FAULTS}"
-    inherited = {name: value for name, value in os.environ.items() if name not in machine._ALLOCATOR_VARIABLES}
+def _faults_after(script: str, *arguments: object, **environment: str) -> tuple[int, int]:
+    """What a script prints last, and the page faults of 64 MiB used again after it, in a process of its own."""
+    inherited = {name: value for name, value in os.environ.items() if name not in (*machine._ALLOCATOR_VARIABLES, "OMP_NUM_THREADS")}
     done = subprocess.run(
-        [sys.executable, "-c", script, mode], env={**inherited, **environment}, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", f"LIGHT_START = True\n{script}{_FAULTS}", *map(str, arguments)],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    kept, faults = done.stdout.split()
-    return int(kept), int(faults)
+    assert done.returncode == 0, done.stderr
+    last, faults = done.stdout.split()[-2:]
+    return int(last), int(faults)
 
 
-@pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="the setting is glibc's")
+_of_glibc = pytest.mark.skipif(
+    not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="the setting is glibc's"
+)
+
+
+@_of_glibc
 def test_freed_memory_is_used_again_without_page_faults():
-    kept, faults = _faults("keep")
+    kept, faults = _faults_after(_SETTING, "keep")
     assert kept == 1 and faults < 100
-    assert _faults("leave")[1] > 1000 or _huge_pages()
-    assert _faults("keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == 0  # the user's own setting is left alone
+    assert _faults_after(_SETTING, "leave")[1] > 1000 or _huge_pages()
+    assert _faults_after(_SETTING, "keep", MALLOC_TRIM_THRESHOLD_="131072")[0] == 0  # the user's own setting is left alone
+
+
+@_of_glibc
+def test_a_command_trains_with_the_threads_and_the_allocator_that_its_options_name(tmp_path):
+    run = f"--dataset SAMPLE --size 8 --max-steps 1 --no-validation --precision 32 --output-dir {tmp_path}/out".split()
+    threads, faults = _faults_after(_COMMAND, *run, "--threads", 3)
+    assert threads == 3 and faults < 100
+    threads, faults = _faults_after(_COMMAND, *run, "--no-allocator-setting")
+    assert threads == machine.usable_cores() and (faults > 1000 or _huge_pages())
 
 
 def _huge_pages() -> bool:
@@ -123,11 +137,14 @@ def test_threads_follow_the_option_then_the_environment_then_the_cores(monkeypat
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
     try:
-        assert machine.set_threads(3) == 3
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        assert machine.set_threads(3) == 3 and os.environ["OMP_NUM_THREADS"] == "3"
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         assert machine.set_threads() == 3  # torch has read the variable by itself: nothing is set
         monkeypatch.delenv("OMP_NUM_THREADS")
         assert machine.set_threads() == machine.usable_cores()
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        assert machine.set_threads(processes=machine.usable_cores()) == 1
         with pytest.raises(ValueError, match="at least 1, not 0"):
             machine.set_threads(0)
     finally:
