@@ -87,7 +87,6 @@ def plateau(module, optimizer):
         ({"callbacks": lambda: LearningRateMonitor("epoch"), "log_every_n_steps": 6}, [8, 10, 18, 20]),
         ({"limit_train_batches": 9}, [8, 9, 17, 18]),
     ],
-    ids=str,
 )
 def test_a_trainers_own_events_end_host_steps(options, ends, tmp_path):
     options = {name: value() if callable(value) else value for name, value in options.items()}

@@ -412,7 +412,6 @@ def alias(net, x):
         (lambda net, x: 3, ["b"], ["returns no tensor"]),
         (lambda net, x: (net.c(net.b(net.a(x))), object()), ["b"], ["returns a object"]),
     ],
-    ids=str,
 )
 def test_what_cannot_be_cut_is_refused_with_its_name_and_what_to_do(forward, splits, parts):
     net, x = Forward(forward), torch.randn(3, 4)

@@ -449,7 +449,6 @@ class Optimizers(Ledger):
         (Ledger, {"A": 1.5}, "gradient_accumulation_factor=1.5"),
         (Ledger, {"D": True}, "device_iterations=True"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
 def test_what_cannot_be_honoured_is_refused_by_name_before_the_first_step(module, options, message):
     module = module()
