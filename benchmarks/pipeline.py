@@ -4,8 +4,8 @@
 
 For every number of micro-batches M and length of a stage the same network of two equal stages is trained in turn, round after round, by one
 process with one thread, one process with two threads, a 1F1B pipeline of two processes with one thread each, and two replicas (M / 2
-micro-batches each) on two processes with one thread each. In the same round each stage is also trained alone, by one process with one
-thread. The bound of the pipeline is (M + S - 1) micro-batches of the slower of the two stages, S = 2: the bubble makes it (M + S - 1) / M
+micro-batches each) on two processes with one thread each. Beside them stands the same pipeline written by hand with
+torch.distributed.pipelining. In the same round each stage is also trained alone, by one process with one thread. The bound of the pipeline is (M + S - 1) micro-batches of the slower of the two stages, S = 2: the bubble makes it (M + S - 1) / M
 times the stages' work, and the excess of the slower stage over the mean is their imbalance. Ratios are taken within a round; the median over
 rounds is shown. A quiet machine with two cores is needed to say anything.
 """
@@ -19,9 +19,34 @@ import sys
 import time
 import warnings
 
-VARIANTS = {"one thread": (1, 1), "two threads": (1, 2), "1F1B, 2 processes": (2, 1), "replicas, 2 processes": (2, 1)}
+BY_HAND = "1F1B by hand"
+VARIANTS = {"one thread": (1, 1), "two threads": (1, 2), "1F1B, 2 processes": (2, 1), BY_HAND: (2, 1), "replicas, 2 processes": (2, 1)}
 ALONE = {"first stage": (1, 1), "second stage": (1, 1)}
 PROCESSES_AND_THREADS = VARIANTS | ALONE
+
+
+def measure_by_hand(micro_batches: int, width: int, updates: int) -> float | None:
+    """What `measure` measures, of the pipeline that one writes with PyTorch alone; runs under torchrun."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.utils.data import DataLoader, TensorDataset
+
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    network = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)])
+    stage = PipelineStage(network, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=lambda outputs, _: outputs.square().mean())
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    data, times = DataLoader(TensorDataset(torch.randn(64 * micro_batches, width)), batch_size=64 * micro_batches), []
+    for _ in range(updates):
+        (inputs,) = next(iter(data))
+        optimizer.zero_grad()
+        schedule.step(*([] if rank else [inputs]), **({"target": inputs} if rank else {}))
+        optimizer.step()
+        times.append(time.perf_counter())
+    distributed.destroy_process_group()
+    return None if rank else statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
 
 
 def measure(variant: str, micro_batches: int, width: int, updates: int) -> float | None:
@@ -94,7 +119,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         variant, *numbers = arguments.one
-        seconds = measure(variant, *map(int, numbers))
+        seconds = measure_by_hand(*map(int, numbers)) if variant == BY_HAND else measure(variant, *map(int, numbers))
         if seconds is not None:
             print("seconds", seconds)
         return
@@ -106,14 +131,15 @@ def main() -> None:
     from rich.table import Table
 
     def run(variant: str, micro_batches: int, width: int, updates: int) -> float:
-        command = [sys.executable, __file__, "--one", variant, *map(str, (micro_batches, width, updates))]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if variant == BY_HAND else []
+        command = [sys.executable, *launcher, __file__, "--one", variant, *map(str, (micro_batches, width, updates))]
         environment = {**os.environ, "OMP_NUM_THREADS": str(PROCESSES_AND_THREADS[variant][1])}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
             sys.exit(done.stderr)
         return float(next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("seconds")))
 
-    columns = ("bubble", "imbalance", "bound", "1F1B / bound", "replicas / two threads", "replicas / one thread")
+    columns = ("bubble", "imbalance", "bound", "1F1B / bound", "1F1B / by hand", "replicas / two threads", "replicas / one thread")
     table = Table("stage", "M", *VARIANTS, *columns, title=f"ms per weight update, {os.cpu_count()} cores")
     for milliseconds in arguments.stage_ms:
         width = 512
@@ -137,10 +163,11 @@ def main() -> None:
                 f"{imbalance:.0%}",
                 f"{statistics.median(bounds):.0f}",
                 f"{ratio(times['1F1B, 2 processes'], bounds):.2f}",
+                f"{ratio(times['1F1B, 2 processes'], times[BY_HAND]):.2f}",
                 f"{ratio(replicas, times['two threads']):.2f}",
                 f"{ratio(replicas, times['one thread']):.2f}",
             )
-    Console(width=170).print(table)
+    Console(width=190).print(table)
 
 
 if __name__ == "__main__":
