@@ -5,9 +5,10 @@
 For every number of micro-batches M and length of a stage the same network of two equal stages is trained in turn, round after round, by one
 process with one thread, one process with two threads, a 1F1B pipeline of two processes with one thread each, and two replicas (M / 2
 micro-batches each) on two processes with one thread each. Beside them stands the same pipeline written by hand with
-torch.distributed.pipelining. In the same round each stage is also trained alone, by one process with one thread. The bound of the pipeline is (M + S - 1) micro-batches of the slower of the two stages, S = 2: the bubble makes it (M + S - 1) / M
-times the stages' work, and the excess of the slower stage over the mean is their imbalance. Ratios are taken within a round; the median over
-rounds is shown. A quiet machine with two cores is needed to say anything.
+torch.distributed.pipelining. In the same round each stage is also trained alone, by one process with one thread. The bound of the pipeline
+is (M + S - 1) micro-batches of the slower of the two stages, S = 2: the bubble makes it (M + S - 1) / M times the stages' work, and the
+excess of the slower stage over the mean is their imbalance. Ratios are taken within a round; the median over rounds is shown. A quiet
+machine with two cores is needed to say anything.
 """
 
 import argparse
@@ -42,7 +43,10 @@ def measure_by_hand(micro_batches: int, width: int, updates: int) -> float | Non
     for _ in range(updates):
         (inputs,) = next(iter(data))
         optimizer.zero_grad()
-        schedule.step(*([] if rank else [inputs]), **({"target": inputs} if rank else {}))
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=inputs)
         optimizer.step()
         times.append(time.perf_counter())
     distributed.destroy_process_group()

@@ -61,7 +61,7 @@ class Option:
     Args:
         name: as typed, ``--batch-size``.
         key: LightningCLI's key that a given value goes to; None where the command's own rules turn the value into settings.
-        sets: what a flag puts there, where that is not true: false for one that switches something off.
+        sets: what a flag puts there: false for one that switches something off. A flag that is given as false puts the opposite.
         type: what reads the text; ``bool`` makes the option a flag, which takes true or false as well.
         default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
             says which.
@@ -78,7 +78,7 @@ class Option:
     group: str
     help: str = ""
     key: str | None = None
-    sets: Any = True
+    sets: bool = True
     type: Callable[[str], Any] = str
     default: Any = None
     shown: str | None = None
@@ -367,7 +367,7 @@ def settings_of(given: Mapping[str, Any], options: Iterable[Option]) -> dict[str
     for option in options:
         value = given.get(option.dest, option.default)
         if option.key is not None and value is not None:
-            settings[option.key] = option.sets if value is True else value
+            settings[option.key] = value == option.sets if option.type is bool else value
     return settings
 
 

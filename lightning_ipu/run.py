@@ -411,7 +411,7 @@ class CommandLine(LightningCLI):
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return int(os.environ["LOCAL_WORLD_SIZE" if on_this_machine else "WORLD_SIZE"])
         trainer = self.config[self.subcommand].trainer
-        devices = int(trainer.devices) if str(trainer.devices).isdigit() else 1
+        devices = max(1, int(trainer.devices)) if str(trainer.devices).isdigit() else 1  # 0 is for the Trainer to refuse
         return devices if on_this_machine else devices * trainer.num_nodes
 
     def machine_facts(self) -> list[tuple[str, str]]:

@@ -395,6 +395,12 @@ def test_settings_that_fail_later_are_one_line_as_well(run):
         assert status == 2 and re.match(f"resnet_ipu: error: .*{message}", errors) and errors.count("\n") == 1, errors
     status, _, errors = run("fit", "--model.sise", "20")
     assert status == 2 and errors.startswith("resnet_ipu: error: ") and "--model.sise" in errors
+    for key, message in (
+        ("--machine.threads", "threads must be at least 1, not 0"),
+        ("--trainer.devices", r".*devices='0'.* is not a valid"),
+    ):
+        status, _, errors = run("fit", key, "0", "--data.dataset", "SAMPLE")
+        assert status == 2 and re.match(f"resnet_ipu: error: {message}", errors) and errors.count("\n") == 1, errors
 
 
 def test_only_errors_raised_on_purpose_lose_their_traceback():

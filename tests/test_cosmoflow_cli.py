@@ -248,7 +248,8 @@ def test_generate_writes_goes_on_and_refuses_another_family(run):
     assert status == 0 and output.startswith("d: 4 universes, ") and "cut from 16^3" in output
     records = TFRecords(sorted(Path("d/train").iterdir()))
     assert len(records) == 16 and records.packed
-    assert run(*line, "--n-train", "20", "--spread", "0.1")[1].startswith("d: 5 universes, ")
+    flags_off = "--box-in-mpc-per-h", "false"
+    assert run(*line, "--n-train", "20", "--spread", "0.1", *flags_off)[1].startswith("d: 5 universes, ")
     status, _, errors = run(*line, "--n-train", "20", "--spread", "0.2")
     assert status == 2 and "d holds universes of spread 0.1, not 0.2" in errors and errors.count("\n") == 1
 
