@@ -414,19 +414,19 @@ def test_replicas_stay_equal_runs_repeat_and_a_resumed_run_is_the_uninterrupted_
 
     replicas = [start() for _ in range(4)]
     trace = []
-    for update in range(60):
+    for update in range(200):
         for replica in replicas:
             replica.update(update, batch(update))
         (common,) = {digest(replica.network) for replica in replicas}
         trace.append(common)
-        if update == 29:
+        if update == 99:
             saved = copy.deepcopy([replicas[0].network.state_dict(), replicas[0].optimizer.state_dict()])
-    assert len(set(trace)) == 60
+    assert len(set(trace)) == 200
 
     resumed = start()
     resumed.network.load_state_dict(saved[0])
     resumed.optimizer.load_state_dict(saved[1])
-    for update in range(30, 60):
+    for update in range(100, 200):
         resumed.update(update, batch(update))
     assert digest(resumed.network) == trace[-1]
     for ours, theirs in zip(resumed.optimizer.state.values(), replicas[0].optimizer.state.values(), strict=True):
