@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -98,31 +98,36 @@ class EvaluationBatchSampler:
         return -(-self.total // self.count)
 
 
-def _draws_nothing(dataset: Dataset) -> bool:
-    """Whether the data set is known to use no randomness, so that seeding for each of its samples would be wasted."""
+def _tensors_of(dataset: Dataset) -> tuple[TensorDataset, list[Sequence[int]]] | None:
+    """The TensorDataset that a data set is or is a subset of, and the subsets' indices from the outside in; None for any other."""
+    levels = []
     while type(dataset) is Subset:
+        levels.append(dataset.indices)
         dataset = dataset.dataset
-    return type(dataset) is TensorDataset
+    return (dataset, levels) if type(dataset) is TensorDataset else None
 
 
 class SeededDataset(Dataset):
     """A map-style data set whose samples' randomness (torch, numpy, Python) is a function of (seed, epoch, index).
 
     A user's `collate_fn` goes on in the stream of the micro-batch's last sample. A data set with a method
-    `seeded_batch(indices, *, seed, epoch)` draws whole collated micro-batches by that law itself.
+    `seeded_batch(indices, *, seed, epoch)` draws whole collated micro-batches by that law itself. The micro-batches of a TensorDataset,
+    which draws nothing, are indexed whole: the default collation's numbers without a tensor for each sample.
     """
 
     def __init__(self, dataset: Dataset, *, seed: int, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
         self.dataset, self.seed = dataset, seed
-        self.draws_batches = hasattr(dataset, "seeded_batch")
-        self._pure = collate_fn is default_collate and _draws_nothing(dataset)
+        self._draws_batches = hasattr(dataset, "seeded_batch")
+        self._tensors = _tensors_of(dataset) if collate_fn is default_collate else None
+        self.draws_nothing = self._tensors is not None
+        self.collate_fn = _as_is if self._draws_batches or self.draws_nothing else collate_fn
 
     def __getitems__(self, batch: tuple[int | None, list[Any]]) -> Any:
         epoch, indices = batch
-        if self.draws_batches:
+        if self._draws_batches:
             return self.dataset.seeded_batch(indices, seed=self.seed, epoch=epoch or 0)
-        if self._pure:
-            return [self.dataset[index] for index in indices]
+        if self._tensors is not None:
+            return self._indexed(indices)
         stream = mix(self.seed, _EVALUATE) if epoch is None else mix(self.seed, _SAMPLE, epoch)
         fetch = getattr(self.dataset, "__getitems__", None)
         samples = []
@@ -130,6 +135,15 @@ class SeededDataset(Dataset):
             seed_all(mix(stream, index if isinstance(index, int) else name_word(repr(index))))
             samples += fetch([index]) if fetch is not None else [self.dataset[index]]
         return samples
+
+    def _indexed(self, indices: list[Any]) -> list[torch.Tensor]:
+        dataset, levels = self._tensors
+        for level in levels:
+            indices = [level[index] for index in indices]
+        if all(type(index) is int for index in indices):
+            rows = torch.tensor(indices)
+            return [tensor[rows] for tensor in dataset.tensors]
+        return default_collate([dataset[index] for index in indices])
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -164,8 +178,8 @@ def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> DataLoader:
     if loader.num_workers:
         options["multiprocessing_context"] = loader.multiprocessing_context
         options["worker_init_fn"] = partial(_start_worker, loader.worker_init_fn)
-    if isinstance(changed["dataset"], SeededDataset) and changed["dataset"].draws_batches:
-        options["collate_fn"] = _as_is
+    if isinstance(changed["dataset"], SeededDataset):
+        options["collate_fn"] = changed["dataset"].collate_fn
     generator = torch.Generator().manual_seed(mix(seed, _LOADER))
     return DataLoader(**{**options, **changed, "generator": generator})
 
@@ -460,7 +474,7 @@ class EvaluationData:
             self.total = None if length is None else min(length, limit) if isinstance(limit, int) else int(length * limit)
             sized = EvaluationBatchSampler(batches, seed=seed, total=self.total, index=index, count=count)
             dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
-            self._sizes, self._guarded = sized.sizes, not dataset._pure or type(batches) is not BatchSampler
+            self._sizes, self._guarded = sized.sizes, not dataset.draws_nothing or type(batches) is not BatchSampler
             self.loader = _rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=sized)
         elif count > 1:
             raise PlanError(

@@ -151,14 +151,17 @@ class LogRecorder:
             return
         if arguments:
             options.update(zip(_OPTIONS, arguments, strict=False))
+        weight = options.pop("batch_size", self.weight)
+        if weight is None:
+            weight = self.weight
         self.latest[name] = value
         if isinstance(value, torch.Tensor):
-            self.latest[name] = value = value.detach().clone()  # it may be changed in place, a parameter by the optimizer
+            # Its value now: it may be changed in place, a parameter by the optimizer. An accelerator is not waited for.
+            number = value.is_cpu and weight is not None and value.numel() == 1
+            self.latest[name] = value = value.item() if number else value.detach().clone()
         elif isinstance(value, Metric):
             value = _Forwarded(value, value._forward_cache)
             self.latest[name] = value.step
-        weight = options.pop("batch_size", None)
-        weight = self.weight if weight is None else weight
         self._records.append((self.hook, name, value, options, weight, self.update, self.number))
 
     @property
@@ -240,15 +243,18 @@ class LogRecorder:
         total = self._sums.setdefault((hook, name), _Average())
         for value, (_, weight, update) in zip(values, records, strict=True):
             total.add(value, weight)
-            per_update.setdefault(update, _Average()).add(value, weight)
+            if update not in per_update:
+                per_update[update] = _Average()
+            per_update[update].add(value, weight)
 
         kind = _kind(options.get("reduce_fx", "mean"))
         steps = {update: average.reduced(kind) for update, average in per_update.items()}
         last = torch.tensor(steps[records[-1][2]], dtype=torch.float64)
         result = self._put(hook, name, options, last, kind)
         if result.meta.on_step and result.meta.logger:
+            column = result.meta.forked_name(on_step=True)
             for update, step in steps.items():
-                rows[update][result.meta.forked_name(on_step=True)] = step
+                rows[update][column] = step
 
     def _put(self, hook: str, name: str, options: dict[str, Any], last: torch.Tensor, kind: str) -> Any:
         """Make the last value of a name and its sums over the epoch known to Lightning; returns where Lightning keeps them."""
@@ -286,7 +292,9 @@ def _floats(name: str, values: list[Any]) -> list[float]:
     numbers = []
     on_device = []
     for place, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
+        if type(value) is float:
+            pass
+        elif isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(f"self.log({name!r}, ...) was given a tensor of {value.numel()} elements; it must be a single number")
             if value.is_cpu:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -183,6 +184,29 @@ class Batched(Dataset):
     def seeded_batch(self, indices, *, seed, epoch):
         self.asked.append((indices, seed, epoch))
         return torch.tensor(indices, dtype=torch.float32)
+
+
+TENSORS = TensorDataset(torch.rand(30, 1, 2), torch.arange(30), torch.rand(30, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TENSORS,
+        Subset(Subset(TENSORS, range(1, 30, 2)), [14, 0, 3, 3, -1, 7, 8, 2]),
+        Subset(TENSORS, numpy.arange(9, 29)),
+        Subset(TENSORS, torch.arange(9, 29)),
+    ],
+    ids=["whole", "subset of a subset", "numpy indices", "tensor indices"],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_micro_batches_of_tensors_are_what_the_default_collation_makes(dataset, workers):
+    data = TrainingData(DataLoader(dataset, batch_size=4, num_workers=workers), seed=0, shard=Shard(places=range(1), per_update=1))
+    ours, theirs = list(data.epoch(0, first=0, last=2)), list(DataLoader(dataset, batch_size=4))[:2]
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert type(batch) is type(expected)
+        assert [tensor.dtype for tensor in batch] == [tensor.dtype for tensor in expected]
+        assert all(torch.equal(tensor, other) for tensor, other in zip(batch, expected, strict=True))
 
 
 def test_a_data_set_that_draws_micro_batches_is_asked_for_them_with_seed_and_epoch():
