@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_ipu import configs, precision
+from lightning_ipu import configs, machine, precision
 
 __all__ = [
     "AVERAGE_OPTIONS",
@@ -473,6 +473,7 @@ def main(
             print(f"{parser.prog}: error: {error}", file=sys.stderr)
             return 2
     try:
+        machine.load("lightning_ipu.run")
         return start(lightning, **form)
     except KeyboardInterrupt:  # while torch was being loaded; later on a handler of signals takes over
         return 130

@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import loaded  # noqa: F401
 import numpy
 import pytest
 import pytorch_lightning  # noqa: F401 -- sets its own log level when it is imported

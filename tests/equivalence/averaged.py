@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import loaded  # noqa: F401
+import pytorch_lightning as pl
+import torch
 from runs import make_trainer
 
 from cifar_ipu.data import ImageDataModule

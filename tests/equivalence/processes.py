@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import loaded  # noqa: F401
 import pytorch_lightning as pl
 import torch
+from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAUROC
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from runs import Net, blocks, classes, fit, loader, sgd
 
 from lightning_ipu import PlanError
 from resnet_ipu.networks import resnet

@@ -5,9 +5,10 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import loaded  # noqa: F401
+import torch
 from runs import Net, classes, fit, loader
 
 

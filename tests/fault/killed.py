@@ -1,11 +1,13 @@
 """`python -m resnet_ipu` with slow writes, so that a kill can be made to fall inside a save: killed.py SECONDS [options]."""
 
-import os
-import sys
-import time
+LIGHT_START = True  # it loads as the command does
 
-from lightning_ipu import checkpoint
-from resnet_ipu.__main__ import main
+import os  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+
+from lightning_ipu import machine  # noqa: E402
+from resnet_ipu.__main__ import main  # noqa: E402
 
 
 class SlowDisk:
@@ -21,5 +23,8 @@ class SlowDisk:
 
 
 if __name__ == "__main__":
+    machine.load("lightning_ipu.run")
+    from lightning_ipu import checkpoint
+
     checkpoint.os = SlowDisk()
     sys.exit(main(sys.argv[2:]))

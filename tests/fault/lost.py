@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import loaded  # noqa: F401
+import torch
 from runs import Net, classes, fit, loader
 
 

@@ -1,0 +1,11 @@
+"""The big libraries, imported as the commands import them: with the garbage collector at rest and, from then on, off what they brought."""
+
+import gc
+
+gc.disable()
+import torchvision  # noqa: E402, F401
+
+import lightning_ipu  # noqa: E402, F401
+
+gc.freeze()
+gc.enable()
