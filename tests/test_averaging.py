@@ -2,14 +2,11 @@
 
 import copy
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from equivalence import averaged
 from runs import Net, blocks, classes, equal_states, fit, loader, make_trainer
 
 from lightning_ipu import PlanError, cli
@@ -130,27 +127,6 @@ def test_wrong_numbers_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             AveragedWeights(**options)
-
-
-def test_a_pipeline_on_two_processes_averages_and_mixes_as_one_process_does(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        averaged.__file__,
-        tmp_path / "two.pt",
-    ]
-    spread = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert spread.returncode == 0, spread.stderr[-3000:]
-    (one, _), two = averaged.run(1), torch.load(tmp_path / "two.pt")
-    for key in ("state_dict", TRAINED, "end"):
-        assert one[key].keys() == two[key].keys() and all(torch.equal(one[key][name], two[key][name]) for name in one[key]), key
-    assert not torch.equal(one["state_dict"]["network.fc.weight"], one[TRAINED]["network.fc.weight"])
-    assert one["metrics"] == pytest.approx(two["metrics"], rel=1e-12)
 
 
 # -- averages of checkpoints --------------------------------------------------------------------------------------------------

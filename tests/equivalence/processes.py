@@ -12,7 +12,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import loaded  # noqa: F401
+import loaded  # noqa: F401, I001
+import averaged
 import pytorch_lightning as pl
 import torch
 from runs import Net, blocks, classes, fit, loader, sgd
@@ -236,8 +237,10 @@ def main(folder: Path, processes: int) -> None:
         if trainer.is_global_zero:
             torch.save(result, folder / f"{number}.pt")
     if processes == 2:
+        average = averaged.run(2)
         messages = {name: refusal(name) for name in REFUSALS}
         if torch.distributed.get_rank() == 0:
+            torch.save(average, folder / "averaged.pt")
             torch.save(messages, folder / "refusals.pt")
 
 

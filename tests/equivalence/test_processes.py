@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import averaged
 import processes
 import pytest
 import pytorch_lightning as pl
@@ -13,6 +14,8 @@ from plain_loop import train
 from processes import CASES, Spread, dataset, run
 from runs import difference, loader, make_trainer
 from torch.nn import functional as F
+
+from lightning_ipu.averaging import TRAINED
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +120,11 @@ def test_a_checkpoint_of_two_stages_on_two_replicas_knows_of_neither(folder):
     trainer = make_trainer(R=2, A=2, max_epochs=3)
     trainer.fit(module, training, ckpt_path=folder / "two-by-two.ckpt", weights_only=False)
     assert trainer.global_step == 6 and isinstance(trainer, pl.Trainer)
+
+
+def test_a_pipeline_averages_weights_and_mixes_images_as_one_process_does(folder):
+    one, two = averaged.run(1), torch.load(folder / "averaged.pt")
+    for key in ("state_dict", TRAINED, "end"):
+        assert one[key].keys() == two[key].keys() and all(torch.equal(one[key][name], two[key][name]) for name in one[key]), key
+    assert not torch.equal(one["state_dict"]["network.fc.weight"], one[TRAINED]["network.fc.weight"])
+    assert one["metrics"] == pytest.approx(two["metrics"], rel=1e-12)

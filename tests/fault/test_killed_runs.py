@@ -29,7 +29,7 @@ STATUS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 def start(folder: Path, *more: str, launcher: Sequence[str] = (), without: str | None = None) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     options = [word for word in RUN if word != without]
-    words = [sys.executable, *launcher, SCRIPT, "0.1", *options, "--output-dir", "out", *more]
+    words = [sys.executable, *launcher, SCRIPT, "0.05", *options, "--output-dir", "out", *more]
     return subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -64,7 +64,7 @@ def wait_for(moment: str, checkpoints: Path, process: subprocess.Popen, chance: 
     begun = time.monotonic()
     while process.poll() is None and time.monotonic() - begun < 60:
         if moment == "in a save" and set(checkpoints.glob(".*.part")) - left:
-            time.sleep(chance.uniform(0, 0.1))
+            time.sleep(chance.uniform(0, 0.05))
             return
         if moment == "after a save" and any(path.stat().st_mtime_ns != seen.get(path) for path in checkpoints.glob("last.ckpt")):
             time.sleep(chance.uniform(0, 0.3))

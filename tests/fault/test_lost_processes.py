@@ -2,22 +2,21 @@
 
 import pytest
 import test_dying_processes
-from test_dying_processes import TORCHRUN, start
+from test_dying_processes import start
 
 
 @pytest.mark.parametrize(
-    ("how", "launcher", "words"),
+    ("how", "words"),
     [
-        ("early", [], "process 1 of 2 ended with status 1, and with it the run"),
-        ("stuck", [], "process 0 of 2, which started this one, is gone"),
-        ("exit", [], "process 1 of 2 ended with status 1, and with it the run"),
-        ("exit", TORCHRUN, "exitcode  : 1 "),
+        ("early", "process 1 of 2 ended with status 1, and with it the run"),
+        ("stuck", "process 0 of 2, which started this one, is gone"),
+        ("exit", "process 1 of 2 ended with status 1, and with it the run"),
     ],
-    ids=["before they met", "while another computes", "os._exit", "os._exit under torchrun"],
+    ids=["before they met", "while another computes", "os._exit"],
 )
-def test_the_run_ends_and_names_the_process(how, launcher, words, monkeypatch):
+def test_the_run_ends_and_names_the_process(how, words, monkeypatch):
     monkeypatch.setattr(test_dying_processes, "SCRIPT", test_dying_processes.SCRIPT.replace("dying.py", "lost.py"))
-    status, output, seconds, left = start(how, *launcher)  # returns when every process has let go of its output
+    status, output, seconds, left = start(how)  # returns when every process has let go of its output
     assert status != 0 and "steps" not in output
     assert words in output
     assert left == []
