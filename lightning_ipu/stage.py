@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import Metric
 
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix, name_word, seed_all, seed_torch
-from lightning_ipu.user_step import LogRecorder
+from lightning_ipu.user_step import LogRecorder, metrics_of, unchanged_metrics
 
 _STEP, _AFTER = name_word("step"), name_word("after the forward")
 
@@ -126,17 +127,17 @@ class Recomputation:
     """Recomputes the activations of chosen blocks in the backward pass instead of storing them.
 
     torch.utils.checkpoint alone repeats the block's side effects: BatchNorm's statistics move twice (pytorch issue 96136), buffers are
-    read after the first run changed them, values are logged twice. Here the second run starts from the random streams and buffers that
-    the first one started from, moves neither, and is not heard.
+    read after the first run changed them, values are logged and metrics updated twice. Here the second run starts from the random streams
+    and buffers that the first one started from, moves neither, and is not heard.
     """
 
     def __init__(self, module: nn.Module, blocks: list[str], *, randomness: NamedRandomness, recorder: LogRecorder) -> None:
         self._randomness, self._recorder = randomness, recorder
         self._wrapped = [module.get_submodule(name) for name in blocks]
         for block in self._wrapped:
-            block.forward = partial(self._run, block, block.forward)
+            block.forward = partial(self._run, block, metrics_of(block), block.forward)
 
-    def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, block: nn.Module, metrics: list[Metric], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not block.training:
             return forward(*args, **kwargs)
         streams, place = _stream_states(), self._randomness.place()
@@ -151,7 +152,7 @@ class Recomputation:
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._second_run(streams, place, buffers)),
+            context_fn=lambda: (nullcontext(), self._second_run(streams, place, buffers, metrics)),
         )
         # Only what the first run changed must be put back for the second; norms move their statistics without a new version.
         buffers[:] = [
@@ -162,7 +163,7 @@ class Recomputation:
         return output
 
     @contextmanager
-    def _second_run(self, streams: Any, place: tuple[int, dict[int, int]], buffers: list) -> Iterator[None]:
+    def _second_run(self, streams: Any, place: tuple[int, dict[int, int]], buffers: list, metrics: list[Metric]) -> Iterator[None]:
         now = _stream_states(), self._randomness.place(), [child._buffers[name] for child, name, *_ in buffers], self._recorder.muted
         _set_stream_states(streams)
         self._randomness.return_to(place)
@@ -170,7 +171,8 @@ class Recomputation:
         for child, name, _, _, before in buffers:
             child._buffers[name] = before.clone()  # a graph that is run backward twice is recomputed twice
         try:
-            yield
+            with unchanged_metrics(metrics):
+                yield
         finally:
             for (child, name, *_), buffer in zip(buffers, now[2], strict=True):
                 child._buffers[name] = buffer

@@ -7,7 +7,6 @@ step in a tight loop and then moves Lightning's counters, learning-rate schedule
 from __future__ import annotations
 
 import atexit
-import copy
 import os
 import warnings
 from collections.abc import Iterator
@@ -39,7 +38,6 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ipu.averaging import TRAINED, AveragedWeights
@@ -65,7 +63,7 @@ from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
 from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.user_step import LogRecorder, SharedMetrics, load_metric_states, metric_states
+from lightning_ipu.user_step import LogRecorder, SharedMetrics, load_metric_states, metric_states, metrics_of, unchanged_metrics
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
@@ -419,7 +417,7 @@ class IPUStrategy(DDPStrategy):
         module, processes = self.lightning_module, self._processes
         trainer.fit_loop.setup_data()
         muted, self._recorder.muted = self._recorder.muted, True
-        with preserved_streams(self.root_device), self._recorder.recording(), _unchanged_metrics(module):
+        with preserved_streams(self.root_device), self._recorder.recording(), unchanged_metrics(metrics_of(module)):
             batch = self._ready(trainer.fit_loop._combined_loader.flattened[0].data.example(), 0)
             with context():
                 args, kwargs = called_with(module, lambda: step(batch, 0))
@@ -1052,20 +1050,6 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
             raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")
-
-
-@contextmanager
-def _unchanged_metrics(module: LightningModule) -> Iterator[None]:
-    """Leave the metrics of torchmetrics as they were, whatever a step that is run only to be looked at does to them."""
-    metrics = [child for child in module.modules() if isinstance(child, Metric)]
-    before = [(copy.deepcopy(metric.metric_state), metric._update_count, metric._computed) for metric in metrics]
-    try:
-        yield
-    finally:
-        for metric, (state, count, computed) in zip(metrics, before, strict=True):
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, computed
 
 
 def _check_loss(module: LightningModule, loss: torch.Tensor, partition: Partition) -> None:

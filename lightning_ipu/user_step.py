@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_ipu.plan import PlanError
@@ -374,6 +375,27 @@ def load_metric_states(module: LightningModule, states: MetricStates) -> None:
         for name, value in state.items():
             setattr(metric, name, apply_to_collection(value, torch.Tensor, torch.Tensor.to, metric.device))
         metric._update_count, metric._computed = count, None
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """The metrics of torchmetrics in a module."""
+    return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+@contextmanager
+def unchanged_metrics(metrics: list[Metric]) -> Iterator[None]:
+    """Leave metrics as they were, whatever is done to them inside: they get copies of their states to work on."""
+    before = [(metric, metric.metric_state, metric._update_count, metric._computed, metric._forward_cache) for metric in metrics]
+    for metric, state, *_ in before:
+        for name, value in state.items():
+            setattr(metric, name, apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().clone()))
+    try:
+        yield
+    finally:
+        for metric, state, *others in before:
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count, metric._computed, metric._forward_cache = others
 
 
 def _alone() -> bool:

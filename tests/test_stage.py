@@ -11,6 +11,7 @@ import torchvision
 from runs import Net, blocks, classes, equal_states, fit, loader
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
+from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ipu.plan import PlanError
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
@@ -154,6 +155,33 @@ def test_what_a_recomputed_block_logs_is_heard_once():
     for recompute in (False, True, ["network"]):
         trainer = fit(Telling(), loader(classes(24), 2), R=2, A=3, recompute=recompute)
         assert trainer.callback_metrics["calls_epoch" if "calls_epoch" in trainer.callback_metrics else "calls"].item() == 12
+
+
+def test_metrics_in_a_recomputed_block_count_a_batch_once():
+    class Measured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.mean, self.all = nn.Linear(8, 8), MeanMetric(), CatMetric()
+
+        def forward(self, x):
+            x = self.inner(x)
+            self.mean(x)
+            self.all.update(x)
+            return x.relu()
+
+    values = {}
+    for names in ([], ["0"]):
+        torch.manual_seed(0)
+        network = nn.Sequential(Measured(), nn.Linear(8, 3))
+        recomputation = recomputed(network, names)
+        for _ in range(2):
+            network(torch.randn(4, 8)).sum().backward()
+        recomputation.remove()
+        mean, everything = network[0].mean, network[0].all
+        values[len(names)] = mean.compute(), mean._update_count, everything.compute(), everything._update_count
+    assert len(values[1][2]) == 8 and all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*values.values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("recompute", [True, ["network"], [r"network\.0\.\d", r"network\.1"]], ids=str)
