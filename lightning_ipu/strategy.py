@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -971,9 +972,15 @@ class IPUStrategy(DDPStrategy):
 
 
 def _leave_process_group() -> None:
-    """At the program's end: gloo's threads, if they outlive Python, may end it with an abort (seen once with torch 2.14)."""
+    """At the program's end, while Python is whole: let gloo's threads give back the tensors of the last message.
+
+    For that they need Python's lock. A thread that asks for it once Python is being taken down ends the program with an abort (pytorch
+    issue 190489; seen with torch 2.14 after a run that had succeeded). Destroying the group joins its threads unless somebody still
+    refers to it, so they are given a moment as well.
+    """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    time.sleep(0.1)
 
 
 def _with(plan: Plan, **changed: int) -> Plan:
