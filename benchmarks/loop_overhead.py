@@ -4,7 +4,8 @@
 
 All variants train the same network on the same DataLoader (batch 8, one thread) and run in turn, round after round, in one process, each
 between two runs of the plain loop; the table shows medians over rounds with the lowest and highest, and each variant's ratio to the two
-runs around it, since the speed of a shared machine drifts. CPU time, so that a busy machine blurs less. "stripped" is Lightning without bar, logger, checkpoints; every Lightning variant logs one value per step.
+runs around it, since the speed of a shared machine drifts. CPU time, so that a busy machine blurs less. "stripped" is Lightning without
+bar, logger, checkpoints; every Lightning variant logs one value per step.
 """
 
 import argparse

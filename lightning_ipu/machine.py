@@ -1,4 +1,4 @@
-"""Settings of the machine that a command makes before its first big allocation: cores and memory.
+"""What a command settles before its first big allocation: cores, memory, and how the big libraries are loaded.
 
 None of them is part of the plan: they move the speed and, at most, a sum's last bit. Each gives way to what the user set in
 the environment. Nothing here imports torch before it is needed. How OpenMP's threads wait for one another is left as it is: made to

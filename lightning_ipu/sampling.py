@@ -141,7 +141,8 @@ class SeededDataset(Dataset):
         for level in levels:
             indices = [level[index] for index in indices]
         if all(type(index) is int and index >= 0 for index in indices):
-            return [tensor.index_select(0, torch.tensor(indices, device=tensor.device)) for tensor in dataset.tensors]
+            rows = torch.tensor(indices)
+            return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
         return default_collate([dataset[index] for index in indices])
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ samples, in float64 and in the order in which they came, and one real `self.log`
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -152,14 +153,13 @@ class LogRecorder:
             return
         if arguments:
             options.update(zip(_OPTIONS, arguments, strict=False))
-        weight = options.pop("batch_size", self.weight)
-        if weight is None:
-            weight = self.weight
+        weight = options.pop("batch_size", None)
+        weight = self.weight if weight is None else weight
         self.latest[name] = value
         if isinstance(value, torch.Tensor):
             # Its value now: it may be changed in place, a parameter by the optimizer. An accelerator is not waited for.
-            number = value.is_cpu and weight is not None and value.numel() == 1
-            self.latest[name] = value = value.item() if number else value.detach().clone()
+            is_number = value.is_cpu and weight is not None and value.numel() == 1
+            self.latest[name] = value = value.item() if is_number else value.detach().clone()
         elif isinstance(value, Metric):
             value = _Forwarded(value, value._forward_cache)
             self.latest[name] = value.step
@@ -240,12 +240,10 @@ class LogRecorder:
             return
 
         values = _floats(name, [value for value, _, _ in records])
-        per_update: dict[int, _Average] = {}
+        per_update: defaultdict[int, _Average] = defaultdict(_Average)
         total = self._sums.setdefault((hook, name), _Average())
         for value, (_, weight, update) in zip(values, records, strict=True):
             total.add(value, weight)
-            if update not in per_update:
-                per_update[update] = _Average()
             per_update[update].add(value, weight)
 
         kind = _kind(options.get("reduce_fx", "mean"))
@@ -293,9 +291,7 @@ def _floats(name: str, values: list[Any]) -> list[float]:
     numbers = []
     on_device = []
     for place, value in enumerate(values):
-        if type(value) is float:
-            pass
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(f"self.log({name!r}, ...) was given a tensor of {value.numel()} elements; it must be a single number")
             if value.is_cpu:

@@ -3,8 +3,6 @@
 import gc
 
 gc.disable()
-import torchvision  # noqa: E402, F401
-
 import lightning_ipu  # noqa: E402, F401
 
 gc.freeze()

@@ -153,9 +153,8 @@ def test_a_universe_depends_on_seed_and_index_alone_and_not_on_threads_or_proces
     assert torch.equal(universes.counts(11), expected) and not torch.equal(universes.counts(12), expected)
     assert not torch.equal(Universes(cells=32, voxel_size=4.0, oversample=2, seed=8).counts(11), expected)
     program = """
-import hashlib
 LIGHT_START = True
-import torch
+import hashlib, torch
 torch.set_num_threads(2)
 from cosmoflow_ipu.universe import Universes
 print(hashlib.sha256(Universes(cells=32, voxel_size=4.0, oversample=2, seed=7).counts(11).numpy().tobytes()).hexdigest())

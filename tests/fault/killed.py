@@ -1,10 +1,10 @@
 """`python -m resnet_ipu` with slow writes, so that a kill can be made to fall inside a save: killed.py SECONDS [options]."""
 
-LIGHT_START = True  # it loads as the command does
+import os
+import sys
+import time
 
-import os  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
+LIGHT_START = True  # it loads as the command does
 
 from lightning_ipu import machine  # noqa: E402
 from resnet_ipu.__main__ import main  # noqa: E402
