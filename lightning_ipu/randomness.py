@@ -6,9 +6,11 @@ generator states. The alternative, carrying the states of all generators along, 
 
 import functools
 import hashlib
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy
 import torch
@@ -47,16 +49,43 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     random.seed(seed)
 
 
+def torch_streams(device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """States of torch's global streams, of the CPU and, if given, of one CUDA device, for `set_torch_streams`."""
+    cuda = torch.cuda.default_generators[device.index or 0].get_state() if device is not None and device.type == "cuda" else None
+    return torch.default_generator.get_state(), cuda
+
+
+def set_torch_streams(states: tuple[torch.Tensor, torch.Tensor | None], device: torch.device | None = None) -> None:
+    """Go on from `torch_streams` of the same device."""
+    torch.default_generator.set_state(states[0])
+    if states[1] is not None:
+        torch.cuda.default_generators[device.index or 0].set_state(states[1])
+
+
+def host_streams() -> tuple[Any, Any]:
+    """States of the global streams of numpy and Python, for `set_host_streams`; 40 us, most of it numpy's."""
+    return numpy.random.get_state(), random.getstate()
+
+
+def set_host_streams(states: tuple[Any, Any]) -> None:
+    """Go on from `host_streams`."""
+    numpy.random.set_state(states[0])
+    random.setstate(states[1])
+
+
+def drawn_between(before: tuple[Any, Any], after: tuple[Any, Any]) -> str:
+    """Which of two states of the host streams differ: "numpy.random", "random" or neither."""
+    if before[1] != after[1]:
+        return "random"
+    return "numpy.random" if pickle.dumps(before[0]) != pickle.dumps(after[0]) else ""
+
+
 @contextmanager
 def preserved_streams(device: torch.device | None = None) -> Iterator[None]:
     """Leave the caller's global random streams (torch, numpy, Python) as they were, whatever is drawn inside."""
-    cuda = torch.cuda.default_generators[device.index or 0] if device is not None and device.type == "cuda" else None
-    states = torch.default_generator.get_state(), numpy.random.get_state(), random.getstate(), cuda.get_state() if cuda else None
+    of_torch, of_host = torch_streams(device), host_streams()
     try:
         yield
     finally:
-        torch.default_generator.set_state(states[0])
-        numpy.random.set_state(states[1])
-        random.setstate(states[2])
-        if cuda:
-            cuda.set_state(states[3])
+        set_torch_streams(of_torch, device)
+        set_host_streams(of_host)

@@ -16,10 +16,21 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
 from lightning_ipu.plan import PlanError
-from lightning_ipu.randomness import mix, name_word, seed_all, seed_torch
+from lightning_ipu.randomness import (
+    drawn_between,
+    host_streams,
+    mix,
+    name_word,
+    seed_all,
+    seed_torch,
+    set_host_streams,
+    set_torch_streams,
+    torch_streams,
+)
 from lightning_ipu.user_step import LogRecorder, metrics_of, unchanged_metrics
 
 _STEP, _AFTER = name_word("step"), name_word("after the forward")
+Place = tuple[int, dict[int, int], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -28,7 +39,12 @@ def _may_draw(module: nn.Module) -> bool:
         return True
     if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
         return module.dropout > 0
-    return not type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+    return not _is_torchs(module) and next(module.children(), None) is None
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    """Whether a module is torch's own, which draw by torch alone."""
+    return type(module).__module__.startswith("torch.nn.")
 
 
 class NamedRandomness:
@@ -43,33 +59,38 @@ class NamedRandomness:
         self._base = 0
         self.calls: dict[int, int] = {}
         self._hooks = [
-            child.register_forward_pre_hook(partial(self._seed_call, name_word(name)))
+            child.register_forward_pre_hook(partial(self._seed_call, name_word(name), seed_torch if _is_torchs(child) else seed_all))
             for name, child in module.named_modules()
             if child is not module and _may_draw(child)
         ]
         if self._hooks:
             # What the step draws after its forward must not depend on what the forward drew, which in a pipeline happens elsewhere.
-            self._hooks.append(module.register_forward_hook(lambda module, *_: self._seed_call(_AFTER, module, None)))
+            self._hooks.append(module.register_forward_hook(lambda module, *_: self._seed_call(_AFTER, seed_all, module, None)))
 
-    def begin(self, update: int, replica: int, micro_batch: int) -> None:
-        """Seed the global streams for one micro-batch of one replica in one weight update."""
+    def begin_forward(self, update: int, replica: int, micro_batch: int) -> None:
+        """Name the streams of one micro-batch of one replica in one weight update, for the modules that are seeded by their own names."""
         self._base = mix(self._seed, update, replica << 32 | micro_batch)
         self.calls.clear()
+
+    def begin(self, update: int, replica: int, micro_batch: int) -> None:
+        """Seed the global streams for such a micro-batch, which the step draws from."""
+        self.begin_forward(update, replica, micro_batch)
         seed_all(self._base, self._device)
 
-    def _seed_call(self, word: int, module: nn.Module, _arguments: Any) -> None:
+    def _seed_call(self, word: int, seed: Callable[[int, torch.device], None], module: nn.Module, _arguments: Any) -> None:
         if module.training:
             call = self.calls.get(word, 0)
             self.calls[word] = call + 1
-            seed_torch(mix(self._base, word, call), self._device)
+            seed(mix(self._base, word, call), self._device)
 
-    def place(self) -> tuple[int, dict[int, int]]:
-        """Where in the named streams the step stands, for `return_to`."""
-        return self._base, dict(self.calls)
+    def place(self) -> Place:
+        """Where in its streams the step stands, for `return_to`."""
+        return self._base, dict(self.calls), torch_streams(self._device)
 
-    def return_to(self, place: tuple[int, dict[int, int]]) -> None:
+    def return_to(self, place: Place) -> None:
         """Go on from a place; other micro-batches may have begun since."""
         self._base, self.calls = place[0], dict(place[1])
+        set_torch_streams(place[2], self._device)
 
     def remove(self) -> None:
         """Take the hooks off the network."""
@@ -128,19 +149,22 @@ class Recomputation:
 
     torch.utils.checkpoint alone repeats the block's side effects: BatchNorm's statistics move twice (pytorch issue 96136), buffers are
     read after the first run changed them, values are logged and metrics updated twice. Here the second run starts from the random streams
-    and buffers that the first one started from, moves neither, and is not heard.
+    and buffers that the first one started from, moves neither, and is not heard. The streams of numpy and Python take 0.1 ms to keep and
+    are so only for blocks that moved one of them at their first call.
     """
 
     def __init__(self, module: nn.Module, blocks: list[str], *, randomness: NamedRandomness, recorder: LogRecorder) -> None:
         self._randomness, self._recorder = randomness, recorder
         self._wrapped = [module.get_submodule(name) for name in blocks]
+        self._draws_on_host: dict[nn.Module, bool] = {}
         for block in self._wrapped:
             block.forward = partial(self._run, block, metrics_of(block), block.forward)
 
     def _run(self, block: nn.Module, metrics: list[Metric], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not block.training:
             return forward(*args, **kwargs)
-        streams, place = _stream_states(), self._randomness.place()
+        place = self._randomness.place()
+        host = host_streams() if self._draws_on_host.get(block, True) else None
         buffers = [
             (child, name, buffer, buffer._version, buffer.clone())
             for child in block.modules()
@@ -152,8 +176,10 @@ class Recomputation:
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._second_run(streams, place, buffers, metrics)),
+            context_fn=lambda: (nullcontext(), self._second_run(place, host, buffers, metrics)),
         )
+        if block not in self._draws_on_host:
+            self._draws_on_host[block] = bool(drawn_between(host, host_streams()))
         # Only what the first run changed must be put back for the second; norms move their statistics without a new version.
         buffers[:] = [
             (child, name, buffer, version, before)
@@ -163,10 +189,12 @@ class Recomputation:
         return output
 
     @contextmanager
-    def _second_run(self, streams: Any, place: tuple[int, dict[int, int]], buffers: list, metrics: list[Metric]) -> Iterator[None]:
-        now = _stream_states(), self._randomness.place(), [child._buffers[name] for child, name, *_ in buffers], self._recorder.muted
-        _set_stream_states(streams)
+    def _second_run(self, place: Place, host: tuple[Any, Any] | None, buffers: list, metrics: list[Metric]) -> Iterator[None]:
+        now = self._randomness.place(), [child._buffers[name] for child, name, *_ in buffers], self._recorder.muted
+        host_now = None if host is None else host_streams()
         self._randomness.return_to(place)
+        if host is not None:
+            set_host_streams(host)
         self._recorder.muted = True
         for child, name, _, _, before in buffers:
             child._buffers[name] = before.clone()  # a graph that is run backward twice is recomputed twice
@@ -174,24 +202,14 @@ class Recomputation:
             with unchanged_metrics(metrics):
                 yield
         finally:
-            for (child, name, *_), buffer in zip(buffers, now[2], strict=True):
+            for (child, name, *_), buffer in zip(buffers, now[1], strict=True):
                 child._buffers[name] = buffer
-            self._randomness.return_to(now[1])
-            self._recorder.muted = now[3]
-            _set_stream_states(now[0])
+            self._randomness.return_to(now[0])
+            if host is not None:
+                set_host_streams(host_now)
+            self._recorder.muted = now[2]
 
     def remove(self) -> None:
         """Give the blocks their own forward back."""
         for block in self._wrapped:
             del block.forward
-
-
-def _stream_states() -> list[torch.Tensor]:
-    """States of torch's generators: the CPU's and, once CUDA is in use, each device's."""
-    generators = [torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
-    return [generator.get_state() for generator in generators]
-
-
-def _set_stream_states(states: list[torch.Tensor]) -> None:
-    for generator, state in zip([torch.default_generator, *torch.cuda.default_generators], states, strict=False):
-        generator.set_state(state)

@@ -39,7 +39,12 @@ def one_step(network: nn.Module, x: torch.Tensor, names: list[str] | None) -> di
     output.square().mean().backward()
     recomputation.remove()
     gradients = {f"{name}.grad": p.grad for name, p in network.named_parameters() if p.grad is not None}
-    return {"output": output.detach(), "next draw": torch.rand(3), **gradients, **state(network)}
+    return {
+        "output": output.detach(),
+        "next draw": torch.tensor([torch.rand(()), numpy.random.rand(), random.random()]),
+        **gradients,
+        **state(network),
+    }
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
@@ -95,6 +100,17 @@ class StatisticsOfItsOwn(nn.BatchNorm1d):
         return x - self.running_mean
 
 
+class Chance(nn.Module):
+    """Leaves its layer out or scales it, as a draw from numpy's or Python's stream has it."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(8, 8), draw
+
+    def forward(self, x):
+        return x + self.linear(x) * self.draw() if self.draw() > 0.4 else x.square()
+
+
 class Twice(nn.Module):
     """Calls one block two times."""
 
@@ -115,6 +131,8 @@ NETWORKS = {
     "spectral norm": (lambda: nn.Sequential(nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)))), ["0"], (6, 8)),
     "spectral norm, old": (lambda: nn.Sequential(nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.ReLU())), ["0"], (6, 8)),
     "counter": (lambda: nn.Sequential(Counter(), Counter()), ["0", "1"], (6, 8)),
+    "Python's draws": (lambda: nn.Sequential(*[Chance(lambda: random.random()) for _ in range(4)]), ["0", "1", "2", "3"], (6, 8)),
+    "numpy's draws": (lambda: nn.Sequential(*[Chance(lambda: numpy.random.rand()) for _ in range(4)]), ["0", "1", "2", "3"], (6, 8)),
     "one block called twice": (lambda: nn.Sequential(Twice()), ["0.block"], (6, 8)),
     "LSTM": (lambda: Last(nn.LSTM(8, 8, 2, dropout=0.5)), ["rnn"], (5, 6, 8)),
     "ResNet": (
@@ -143,7 +161,11 @@ def test_recomputation_changes_no_bit_of_output_gradients_buffers_and_random_str
 
     assert equal(again, stored), [key for key in stored if not torch.equal(stored[key], again[key])]
     before = state(network)
-    assert name in ("LSTM", "frozen BatchNorm") or any(not torch.equal(before[key], stored[key]) for key in before)
+    assert (
+        next(network.buffers(), None) is None
+        or name == "frozen BatchNorm"
+        or any(not torch.equal(before[key], stored[key]) for key in before)
+    )
 
 
 def test_what_a_recomputed_block_logs_is_heard_once():
@@ -255,14 +277,35 @@ def test_recompute_true_without_blocks_is_refused():
 
 
 class DropPath(nn.Module):
-    """A user's layer that draws with torch's functions."""
+    """A user's layer that draws with torch's functions, or with others'."""
+
+    def __init__(self, draw=lambda size: torch.rand(size, 1)):
+        super().__init__()
+        self.draw = draw
 
     def forward(self, x):
-        return x * (torch.rand(len(x), 1) > 0.5)
+        return x * (self.draw(len(x)) > 0.5)
+
+
+def from_numpy(size):
+    return torch.from_numpy(numpy.random.rand(size, 1))
+
+
+def from_python(size):
+    return torch.tensor([[random.random()] for _ in range(size)])
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Dropout(0.5), DropPath, nn.RReLU, lambda: torchvision.ops.StochasticDepth(0.5, "row"), lambda: nn.AlphaDropout(0.3)]
+    "make",
+    [
+        lambda: nn.Dropout(0.5),
+        DropPath,
+        partial(DropPath, from_numpy),
+        partial(DropPath, from_python),
+        nn.RReLU,
+        lambda: torchvision.ops.StochasticDepth(0.5, "row"),
+        lambda: nn.AlphaDropout(0.3),
+    ],
 )
 def test_a_layers_draws_are_named_after_it_its_place_in_the_run_and_its_call(make):
     def draws(before: list[nn.Module], update=0, replica=0, micro_batch=0, seed=1):
@@ -277,7 +320,7 @@ def test_a_layers_draws_are_named_after_it_its_place_in_the_run_and_its_call(mak
 
     first, second = draws([])
     assert not torch.equal(first, second)
-    for again in (draws([]), draws([nn.Dropout(0.5)]), draws([DropPath(), nn.Dropout(0.1)])):
+    for again in (draws([]), draws([nn.Dropout(0.5)]), draws([DropPath(from_numpy), DropPath(from_python), nn.Dropout(0.1)])):
         assert torch.equal(again[0], first) and torch.equal(again[1], second)
     others = [draws([], **place)[0] for place in ({"update": 1}, {"replica": 1}, {"micro_batch": 1}, {"seed": 2})]
     for k, other in enumerate(others):

@@ -197,8 +197,12 @@ class PipelineEngine(DistributedEngine):
         """One micro-batch through this process's stages; on the first, `values` are only its number."""
         micro_batch = self._forwards
         self._forwards += 1
-        batch = self._take() if self._processes.is_first else None  # which draws under seeds of its own
-        self._randomness.begin(self._update, self._replica, micro_batch)
+        name = self._update, self._replica, micro_batch
+        if self._processes.is_first:
+            batch = self._take()  # which draws under seeds of its own
+            self._randomness.begin(*name)
+        else:
+            self._randomness.begin_forward(*name)
         with (self._context or nullcontext)():
             if self._processes.is_first:
                 args, kwargs = called_with(self._module, lambda: self._step(batch, self._number + micro_batch))
