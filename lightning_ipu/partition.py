@@ -174,6 +174,7 @@ class Partition:
         self._crossings = [record.inputs, *map(record.crossing, starts), record.outputs]
         self.boundaries = [tuple(record.spec(node).empty() for node in nodes) for nodes in self._crossings]
         self.parameters, self.buffers = self._ownership()
+        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in record.module.named_parameters()]
 
     def __len__(self) -> int:
         return len(self.splits) + 1
@@ -219,6 +220,22 @@ class Partition:
     def restore(self, results: Iterable[Tensor]) -> Any:
         """What the forward returns, out of the last stage's results."""
         return unflatten(results, self._record.output_structure)
+
+    def check_unchanged(self) -> None:
+        """Check that the network would still be cut into what it was cut into.
+
+        Raises:
+            PlanError: an attribute that the forward read, or which parameters are trained, has changed since.
+        """
+        changed = self._record.changed()
+        if not changed and any(parameter.requires_grad != before for _, parameter, before in self._trained):
+            changed = next(f"{name}.requires_grad" for name, parameter, before in self._trained if parameter.requires_grad != before)
+        if changed:
+            raise PlanError(
+                f"{changed!r} of {type(self._record.module).__name__} has changed since the network was cut into stages, which hold what"
+                " they were made for. Hand it to self(...) as a tensor or read it in a submodule without a split inside; and freeze"
+                " parameters before training starts"
+            )
 
     def _ownership(self) -> tuple[list[set[str]], list[set[str]]]:
         record = self._record

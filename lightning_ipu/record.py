@@ -13,11 +13,13 @@ import operator
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from pytorch_lightning import LightningModule
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_ipu.plan import PlanError
-from lightning_ipu.randomness import preserved_streams
+from lightning_ipu.randomness import drawn_between, host_streams, preserved_streams
 from lightning_ipu.stage import _may_draw
 
 MakeContext = Callable[[], AbstractContextManager]
@@ -36,6 +38,9 @@ _READS_DATA = {
     *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__array__"),
     *("equal", "allclose", "is_nonzero"),
 }
+# What of a LightningModule depends on where training stands, or speaks to the Trainer.
+_OF_TRAINER = {"trainer", "_trainer", "fabric", "current_epoch", "global_step", "log", "log_dict"}
+_OF_EVERY_MODULE = {*vars(nn.Module()), *vars(nn.Module)}
 _TOUCHES_GRAPH = {"backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__set__"}
 _STATIC = (int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
@@ -144,8 +149,10 @@ class _Recorder(TorchFunctionMode):
         self._owners: dict[int, str] = {}
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Tensor] = []  # so that ids stay unique
+        self.read: dict[tuple[str, str], Any] = {}  # plain attributes that were read, by module and name, and what they held
         self._stack: list[nn.Module] = [module]
         self._function = ""
+        self._host = host_streams()
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -191,10 +198,40 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _enter(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.check_host_streams()
         self._stack.append(module)
         output = original(module, *args, **kwargs)
+        self.check_host_streams()
         self._stack.pop()
         return output
+
+    def asked(self, module: nn.Module, name: str) -> bool:
+        """Told of every attribute that is asked for; whether its value is to be told as well."""
+        if self.leaf is not None or name in _OF_EVERY_MODULE or threading.get_ident() != self._thread:
+            return False
+        if self._names.get(id(module)) not in self.opened:
+            return False
+        if name in _OF_TRAINER and isinstance(module, LightningModule):
+            raise self.refusal(f"uses self.{name}, which a stage would not do anew in each step", "or into the step around self(...)")
+        return True
+
+    def found(self, module: nn.Module, name: str, value: Any) -> None:
+        """Told of the value of such an attribute."""
+        if isinstance(value, _STATIC) or (name in vars(module) and not isinstance(value, (Tensor, nn.Module))):
+            self.read.setdefault((self._names[id(module)], name), plain(value))
+
+    def puts(self, module: nn.Module, name: str) -> None:
+        """Told of every attribute that is set."""
+        path = self._names.get(id(module))
+        if self.leaf is None and path is not None and threading.get_ident() == self._thread:
+            raise self.refusal(f"sets {f'{path}.{name}' if path else name!r}, which a stage would not do")
+
+    def check_host_streams(self) -> None:
+        """Refuse draws from numpy's and Python's global streams like those from torch's."""
+        before, self._host = self._host, host_streams()
+        if drawn := drawn_between(before, self._host):
+            self._function = drawn
+            self.drew(drawn)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -205,9 +242,9 @@ class _Recorder(TorchFunctionMode):
         if name == "__iter__":  # tensors inside an iterator would not be seen
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         if inputs and name in _READS_DATA:
-            raise self._refusal(f"looks at the values of a tensor ({name}), so that its control flow may depend on data")
+            raise self.refusal(f"looks at the values of a tensor ({name}), so that its control flow may depend on data")
         if name in _TOUCHES_GRAPH:
-            raise self._refusal(f"calls {name} on a tensor")
+            raise self.refusal(f"calls {name} on a tensor")
         versions = _versions(inputs)
         output = func(*args, **kwargs)
         if _tensors(output) or (output is None and inputs):
@@ -219,7 +256,7 @@ class _Recorder(TorchFunctionMode):
                 self._write("call_function", _named(func, name), args, kwargs, output, versions)
         return output
 
-    def drew(self, operation: Any) -> None:
+    def drew(self, operation: str) -> None:
         """Told of every operation that draws random numbers: only a module that is seeded by its name may."""
         module = self._stack[-1]
         name = self._names.get(id(module), "")
@@ -227,7 +264,7 @@ class _Recorder(TorchFunctionMode):
             self._use(name, len(self.order))
             return
         where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
-        drawn = self._function if self.leaf is None and self._function else str(operation)
+        drawn = self._function if self.leaf is None and self._function else operation
         raise Untraceable(
             f"the forward of {where} draws random numbers by {drawn}, which in a pipeline would depend on the stages;"
             " use a module such as nn.Dropout, or draw in a submodule of its own that holds no others, and in training only",
@@ -247,10 +284,10 @@ class _Recorder(TorchFunctionMode):
         if id(tensor) in self._nodes:
             node = self._nodes[id(tensor)]
             if tensor.requires_grad != node.meta["spec"].requires_grad:
-                raise self._refusal(f"uses a tensor {list(tensor.shape)} whose gradient is made by a custom autograd.Function")
+                raise self.refusal(f"uses a tensor {list(tensor.shape)} whose gradient is made by a custom autograd.Function")
             return node
         if id(tensor) not in self._owners:
-            raise self._refusal(
+            raise self.refusal(
                 f"uses a tensor {list(tensor.shape)} that no recorded operation made (a custom autograd.Function, a container that is"
                 " neither tuple, list nor dict, or a tensor from outside the network)"
             )
@@ -264,7 +301,7 @@ class _Recorder(TorchFunctionMode):
 
     def _write(self, op: str, target: Any, args: Any, kwargs: Any, output: Any, versions: list[tuple[Tensor, int]]) -> None:
         if _autocast_state() != self._autocast:
-            raise self._refusal("switches autocast between its submodules; do so inside a submodule")
+            raise self.refusal("switches autocast between its submodules; do so inside a submodule")
         held = not torch.is_grad_enabled()
         if held:
             before = self._append("call_function", _gradients_off, (), {})
@@ -291,9 +328,7 @@ class _Recorder(TorchFunctionMode):
             return value
         if isinstance(value, numbers.Real):  # numpy's
             return int(value) if isinstance(value, numbers.Integral) else float(value)
-        raise self._refusal(
-            f"passes a {type(value).__name__} on; only tensors, numbers, strings and tuples, lists and dicts of them can be"
-        )
+        raise self.refusal(f"passes a {type(value).__name__} on; only tensors, numbers, strings and tuples, lists and dicts of them can be")
 
     def _take(self, output: Any, node: fx.Node) -> None:
         """Bind every tensor in an output to a node."""
@@ -311,11 +346,12 @@ class _Recorder(TorchFunctionMode):
         self._alive.append(tensor)
         node.meta.update(spec=_spec(tensor), storage=_storage(tensor))
 
-    def _refusal(self, what: str) -> Untraceable:
+    def refusal(self, what: str, instead: str = "") -> Untraceable:
         module = self._stack[-1]
         name = self._names.get(id(module)) or type(module).__name__
         return Untraceable(
-            f"the forward of {name} {what}; with a pipeline split inside it, it must be plain. Move that into a submodule without a split inside",
+            f"the forward of {name} {what}; with a pipeline split inside it, it must be plain. Move that into a submodule without a split inside"
+            + (f", {instead}" if instead else ""),
             module,
         )
 
@@ -333,8 +369,46 @@ class _WatchDraws(TorchDispatchMode):
             given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
             given |= dict(zip((argument.name for argument in schema), args, strict=False)) | (kwargs or {})
             if given.get("dropout_p") != 0 and given.get("dropout") != 0 and given.get("train") is not False:
-                self._recorder.drew(func)
+                self._recorder.drew(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def plain(value: Any, depth: int = 4) -> Any:
+    """What an attribute holds, to be compared later: numbers and strings, and those in tuples, lists, dicts and plain objects."""
+    if isinstance(value, _STATIC):
+        return repr(value)
+    if isinstance(value, (Tensor, nn.Module, type, ModuleType)) or callable(value) or not depth:
+        return id(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, depth - 1) for item in value]
+    return id(value), {key: plain(item, depth - 1) for key, item in getattr(value, "__dict__", {}).items()}
+
+
+@contextmanager
+def watched(recorder: _Recorder) -> Iterator[None]:
+    """Tell a recorder of what is called, read and set on modules."""
+    call, put = nn.Module.__call__, nn.Module.__setattr__
+
+    def read(module: nn.Module, name: str) -> Any:
+        told = recorder.asked(module, name)
+        value = object.__getattribute__(module, name)
+        if told:
+            recorder.found(module, name, value)
+        return value
+
+    def write(module: nn.Module, name: str, value: Any) -> None:
+        recorder.puts(module, name)
+        put(module, name, value)
+
+    nn.Module.__call__ = lambda self, *args, **kwargs: recorder.call(call, self, args, kwargs)
+    nn.Module.__getattribute__, nn.Module.__setattr__ = read, write
+    try:
+        yield
+    finally:
+        nn.Module.__call__, nn.Module.__setattr__ = call, put
+        del nn.Module.__getattribute__
 
 
 @contextmanager
@@ -441,7 +515,7 @@ class Record:
         context: MakeContext,
         fake: FakeTensorMode | None,
     ) -> None:
-        module, original = self.module, nn.Module.__call__
+        module = self.module
         given, self.input_structure = flatten((args, kwargs))
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         with ExitStack() as stack:
@@ -460,21 +534,13 @@ class Record:
             for name, key in recorder.keys.items():
                 self.names.setdefault(key, []).append(name)
             self.inputs = [recorder.placeholder(tensor) for tensor in inputs]
-            held = {child: _held(child) for child in module.modules()}
-            nn.Module.__call__ = lambda self, *args, **kwargs: recorder.call(original, self, args, kwargs)
-            stack.callback(setattr, nn.Module, "__call__", original)
-            stack.enter_context(_WatchDraws(recorder))
-            args, kwargs = unflatten(inputs, self.input_structure)
-            with recorder:
-                output = module.forward(*args, **kwargs)
-            for name, child in recorder.opened.items():
-                for key in {key for key, _ in _held(child) ^ held[child]}:
-                    where = f"{name}.{key}" if name else key
-                    raise Untraceable(
-                        f"the forward of {name or type(module).__name__} puts a tensor in {where!r}, which a stage would not;"
-                        " do so in a submodule without a split inside",
-                        child,
-                    )
+            forward, (args, kwargs) = module.forward, unflatten(inputs, self.input_structure)
+            with watched(recorder), _WatchDraws(recorder), recorder:
+                output = forward(*args, **kwargs)
+                recorder.check_host_streams()
+            self.read = recorder.read
+            if changed := self.changed():
+                raise recorder.refusal(f"changes what {changed} holds, which a stage would not do")
             tensors, self.output_structure = flatten(output)
             for leaf in self.output_structure[0]:
                 if leaf is not _TENSOR and not isinstance(leaf, _STATIC):
@@ -498,6 +564,13 @@ class Record:
         shared = Counter(node.meta["storage"] for node in self.crossing(place))
         return any(count > 1 and storage in changed for storage, count in shared.items())
 
+    def changed(self) -> str:
+        """Name of an attribute that the forward read, and that holds something else since; empty if there is none."""
+        for (path, name), before in self.read.items():
+            if plain(getattr(self.module.get_submodule(path), name, None)) != before:
+                return f"{path}.{name}" if path else name
+        return ""
+
     def spec(self, node: fx.Node) -> Spec:
         """What a node's value is like."""
         return node.meta["spec"]
@@ -508,7 +581,3 @@ class Record:
             return f"the submodule {key!r}, which draws random numbers,"
         kind = "parameter" if self.names[key][0] in dict(self.module.named_parameters(remove_duplicate=False)) else "buffer"
         return f"the {kind} {' = '.join(map(repr, self.names[key]))}"
-
-
-def _held(module: nn.Module) -> set[tuple[str, int]]:
-    return {(key, id(value)) for key, value in [*module._buffers.items(), *vars(module).items()] if isinstance(value, Tensor)}

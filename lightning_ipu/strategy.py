@@ -22,6 +22,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
 from pytorch_lightning.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     OnExceptionCheckpoint,
@@ -411,6 +412,11 @@ class IPUStrategy(DDPStrategy):
             if any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__):
                 raise PlanError(
                     f"the callback {type(callback).__name__} needs the whole network in one process; a pipeline has a stage in each"
+                )
+            if isinstance(callback, BaseFinetuning):
+                raise PlanError(
+                    f"the callback {type(callback).__name__} changes which parameters are trained, for which a pipeline is cut at the start;"
+                    " freeze them before training, or take no more processes than replicas"
                 )
 
     def _cut(self, trainer: Trainer, step: Any, context: Any) -> Partition:

@@ -3,7 +3,9 @@
 import itertools
 import random
 
+import numpy
 import pytest
+import pytorch_lightning as pl
 import torch
 from runs import Net, blocks, classes, fit, loader
 from torch import nn
@@ -354,7 +356,7 @@ class Forward(nn.Module):
         self.tied.weight = self.a.weight
         self.norm = nn.BatchNorm1d(4, affine=False)
         self.unused = nn.Linear(4, 4)
-        self.function = forward
+        self.function, self.calls, self.seen = forward, 0, []
 
     def forward(self, x):
         return self.function(self, x)
@@ -378,6 +380,25 @@ def twice(net, x):
 def keeps(net, x):
     net.latest = net.a(x)
     return net.c(net.b(net.latest))
+
+
+def counts(net, x):
+    net.calls += 1
+    return net.c(net.b(net.a(x)))
+
+
+def collects(net, x):
+    net.seen.append(x.shape)
+    return net.c(net.b(net.a(x)))
+
+
+def freezes(net, x):
+    net.drop.eval()
+    return net.c(net.b(net.drop(net.a(x))))
+
+
+def by_chance(draw):
+    return lambda net, x: net.c(net.b(net.a(x)) if draw() > 0.5 else net.a(x))
 
 
 def alias(net, x):
@@ -406,7 +427,12 @@ def alias(net, x):
         (lambda net, x: net.norm(net.b(net.norm(net.a(x)))), ["b"], ["buffer 'norm.running_mean'", "stages 0 and 1"]),
         (lambda net, x: net.c(net.b(net.a(x)) @ net.a.weight), ["b"], ["'a.weight'", "stages 0 and 1"]),
         (lambda net, x: net.c(Doubling.apply(net.b(net.a(x)))), ["b"], ["autograd.Function"]),
-        (keeps, ["b"], ["puts a tensor in 'latest'"]),
+        (by_chance(random.random), ["b"], ["random numbers by random,", "submodule of its own"]),
+        (by_chance(numpy.random.rand), ["b"], ["random numbers by numpy.random,", "submodule of its own"]),
+        (keeps, ["b"], ["sets 'latest'", "submodule"]),
+        (counts, ["b"], ["sets 'calls'"]),
+        (collects, ["b"], ["changes what seen holds"]),
+        (freezes, ["b"], ["sets 'drop.training'"]),
         (alias, ["b"], ["before 'b'", "share memory", "in place"]),
         (alias, ["c"], []),
         (lambda net, x: 3, ["b"], ["returns no tensor"]),
@@ -422,13 +448,72 @@ def test_what_cannot_be_cut_is_refused_with_its_name_and_what_to_do(forward, spl
         cut(net, (x,), splits=splits)
     assert "\n" not in str(refusal.value)
     assert all(part in str(refusal.value) for part in parts), refusal.value
-    assert nn.Module.__call__ is nn.Module._wrapped_call_impl and net.norm.num_batches_tracked == 0 and not hasattr(net, "latest")
+    assert (
+        nn.Module.__call__ is nn.Module._wrapped_call_impl
+        and "__getattribute__" not in vars(nn.Module)
+        and net.norm.num_batches_tracked == 0
+        and not hasattr(net, "latest")
+    )
 
 
-def test_random_draws_in_a_composite_submodule_are_refused():
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda net: setattr(net, "scale", 2.0), "scale"),
+        (lambda net: net.settings.update(sign=-1), "settings"),
+        (lambda net: setattr(net.head, "power", 3), "head.power"),
+        (lambda net: net.first.requires_grad_(False), "first.weight.requires_grad"),
+        (lambda net: (setattr(net, "unread", 1), setattr(net.first, "unread", 1), net.train(False), net.train()), ""),
+    ],
+    ids=["number", "dict", "below", "frozen", "unread"],
+)
+def test_what_a_forward_reads_may_not_change_behind_its_stages(change, name):
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act, self.power = nn.Linear(4, 4), nn.ReLU(), 2
+
+        def forward(self, x):
+            return self.act(self.linear(x)) ** self.power
+
+    class Scheduled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head, self.scale, self.settings, self.unread = nn.Linear(4, 4), Head(), 1.0, {"sign": 1}, 0
+
+        def forward(self, x):
+            return self.head(self.first(x) * self.scale * self.settings["sign"])
+
+    net = Scheduled()
+    partition = cut(net, (torch.randn(2, 4),), splits=["head.act"])
+    partition.check_unchanged()
+    change(net)
+    if name:
+        with pytest.raises(PlanError, match=f"'{name}' of Scheduled has changed since"):
+            partition.check_unchanged()
+    else:
+        partition.check_unchanged()
+
+
+@pytest.mark.parametrize("name", ["current_epoch", "global_step", "trainer", "log"])
+def test_a_forward_that_asks_the_trainer_is_refused(name):
+    class Asks(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.first(x) * (getattr(self, name) is not None))
+
+    with pytest.raises(PlanError, match=rf"Asks uses self\.{name}, .* into the step around"):
+        cut(Asks(), (torch.randn(2, 4),), splits=["last"])
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, numpy.random.rand], ids=["torch", "Python", "numpy"])
+def test_random_draws_in_a_composite_submodule_are_refused(draw):
     class Noisy(nn.Sequential):
         def forward(self, x):
-            return super().forward(F.dropout(x, training=self.training))
+            return super().forward(x * draw() if self.training else x)
 
     net = nn.Sequential(nn.Linear(4, 4), Noisy(nn.Linear(4, 4)), nn.Linear(4, 4))
     with pytest.raises(PlanError, match=r"submodule '1' \(Noisy\) draws random numbers"):

@@ -240,6 +240,7 @@ class PipelineEngine(DistributedEngine):
         return scaled if self._scaling is None else self._scaling.scale(scaled)
 
     def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
+        self._partition.check_unchanged()
         loss, extra, made = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
         # Every stage learns of signals that any received, and of the loss.
         signal = float(self._stop_signal())
@@ -331,6 +332,7 @@ class EvaluationPipeline:
             args, kwargs = map_tensors(lambda tensor: self._filled(tensor, size), called_with(self._module, step))
         if self._partition is None:
             self._make(args, kwargs)
+        self._partition.check_unchanged()
         self._values = self._partition.flatten(*args, **kwargs)
         self._schedule.step(*([torch.zeros(1, dtype=torch.int64)] if self._processes.is_first else []), return_outputs=False)
         if not self._processes.is_last:

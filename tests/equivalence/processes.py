@@ -5,6 +5,7 @@
 Every case whose number of processes it is runs in turn in one process group; the first process saves what came out as FOLDER/NAME.pt.
 """
 
+import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import loaded  # noqa: F401, I001
 import averaged
+import numpy
 import pytorch_lightning as pl
 import torch
 from runs import Net, blocks, classes, fit, loader, sgd
@@ -42,10 +44,26 @@ class Skip(nn.Module):
         return self.head(torch.cat([early, late], dim=1))
 
 
+class Chance(nn.Module):
+    """A layer that draws from the streams of numpy and Python."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (numpy.random.rand() + random.random()) if self.training else x
+
+
+def drawing() -> nn.Sequential:
+    """Blocks that draw from every stream."""
+    network = blocks(depth=5, norm=True, dropout=0.3)
+    for block in network[0]:
+        block.drop = nn.Sequential(block.drop, Chance())
+    return network
+
+
 NETWORKS = {
     "blocks": partial(blocks, depth=5),
     "normed": partial(blocks, depth=5, norm=True),
     "dropout": partial(blocks, depth=5, norm=True, dropout=0.3),
+    "drawing": drawing,
     "skip": Skip,
     "resnet": lambda: resnet("8", num_classes=3, in_channels=1).to(memory_format=torch.channels_last),
 }
@@ -61,10 +79,10 @@ class Spread(Net):
     def training_step(self, batch, batch_idx):
         x, y, index = batch
         if self.noise:
-            x = x + 0.1 * torch.randn_like(x)
+            x = x + 0.1 * torch.randn_like(x) * numpy.random.rand() * random.random()
         loss = F.cross_entropy(self(x), y)
         if self.noise:
-            loss = loss * (1 + 0.1 * torch.rand(()))
+            loss = loss * (1 + 0.1 * torch.rand(()) * numpy.random.rand() * random.random())
         self.seen.append(index.tolist())
         self.losses.append(loss.item())
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -106,7 +124,7 @@ CASES = [
     case("Sequential", 2, "blocks", "adamw", R=1, A=3, pipeline_splits=TWO, pipeline_schedule="Sequential"),
     case("recomputed 1F1B", 2, "resnet", "adamw", R=1, A=4, pipeline_splits=["network.layer2"], recompute=True, D=3),
     case("Interleaved, stages merged", 2, "normed", R=1, A=4, pipeline_splits=FOUR, pipeline_schedule="Interleaved"),
-    case("noise", 2, "dropout", R=1, A=4, pipeline_splits=TWO, noise=True, recompute=True),
+    case("noise", 2, "drawing", R=1, A=4, pipeline_splits=TWO, noise=True, recompute=True),
     case("Grouped, a skip over a stage", 2, "skip", R=1, A=2, pipeline_splits=["network.third"], pipeline_schedule="Grouped"),
     case("validation in stages", 2, "resnet", R=1, A=2, pipeline_splits=["network.layer3"], pipeline_validation=True),
     case("balanced", 2, "normed", R=1, A=4, num_stages=2),
@@ -114,7 +132,7 @@ CASES = [
     # both
     case("2 x 2", 4, "normed", R=2, A=2, pipeline_splits=TWO, gradient_clip_val=0.5),
     case("2 x 2 GPipe, recomputed", 4, "resnet", R=2, A=2, pipeline_splits=["network.layer2"], pipeline_schedule="GPipe", recompute=True),
-    case("2 x 2 with noise, validated in stages", 4, "dropout", R=2, A=2, pipeline_splits=TWO, noise=True, pipeline_validation=True),
+    case("2 x 2 with noise, validated in stages", 4, "drawing", R=2, A=2, pipeline_splits=TWO, noise=True, pipeline_validation=True),
     case("2 x 2 x 2 in turn", 4, "blocks", "adamw", R=2, A=2, pipeline_splits=FOUR, validation_replicas=3),
 ]
 
