@@ -13,7 +13,7 @@ import operator
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -374,11 +374,13 @@ class _WatchDraws(TorchDispatchMode):
 
 
 def plain(value: Any, depth: int = 4) -> Any:
-    """What an attribute holds, to be compared later: numbers and strings, and those in tuples, lists, dicts and plain objects."""
+    """What an attribute holds, to be compared later: numbers and strings, and those in short tuples, lists, dicts and plain objects."""
     if isinstance(value, _STATIC):
         return repr(value)
     if isinstance(value, (Tensor, nn.Module, type, ModuleType)) or callable(value) or not depth:
         return id(value)
+    if isinstance(value, Sized) and len(value) > 100:  # a table: compared in every weight update, it would take too long
+        return id(value), len(value)
     if isinstance(value, Mapping):
         return {key: plain(item, depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
