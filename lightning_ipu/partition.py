@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_ipu.plan import PlanError
 from lightning_ipu.record import MakeContext, Record, Untraceable, borrowed, example, flatten, unflatten
@@ -60,7 +61,14 @@ def check_num_stages(module: nn.Module, num_stages: int) -> None:
     Raises:
         PlanError: more stages than leaf submodules with parameters.
     """
-    blocks = sum(1 for child in module.modules() if next(child.children(), None) is None and next(child.parameters(), None) is not None)
+    # A parametrized layer (torch.nn.utils.parametrizations) holds modules that make its weights.
+    blocks = sum(
+        1
+        for child in module.modules()
+        if all(name == "parametrizations" for name, _ in child.named_children())
+        and not isinstance(child, ParametrizationList)
+        and next(child.parameters(), None) is not None
+    )
     if num_stages > max(blocks, 1):
         raise PlanError(f"num_stages={num_stages} is more than the {blocks} layers with parameters that {type(module).__name__} has")
 
@@ -164,6 +172,7 @@ class Partition:
     Args:
         splits: the submodules that begin the second and later stages.
         parameters, buffers: their names by stage; what the forward never uses belongs to the last stage, where the user's step runs.
+        unused_buffers: the names of those that the forward never uses.
         boundaries: the tensors before the first stage, between stages and behind the last, as meta tensors; one tuple more than stages.
         opened: the submodules with a cut inside. They are not called as a whole: a hook or a wrapper on them would not run.
     """
@@ -174,6 +183,7 @@ class Partition:
         self._crossings = [record.inputs, *map(record.crossing, starts), record.outputs]
         self.boundaries = [tuple(record.spec(node).empty() for node in nodes) for nodes in self._crossings]
         self.parameters, self.buffers = self._ownership()
+        self.unused_buffers = {name for name, _ in record.module.named_buffers(remove_duplicate=False) if name not in self._used}
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in record.module.named_parameters()]
 
     def __len__(self) -> int:
@@ -248,6 +258,7 @@ class Partition:
                     " that leave all its uses in one stage, or give each stage one of its own"
                 )
             owner.update(dict.fromkeys(record.names.get(key, ()), first))
+        self._used = set(owner)
         shares: list[list[set[str]]] = []
         for found in (record.module.named_parameters, record.module.named_buffers):
             shares.append([set() for _ in range(len(self))])

@@ -90,6 +90,8 @@ class DistributedEngine(LocalEngine):
     def _gather(self, gradients: list[torch.Tensor | None], moves: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Sum gradients and moves over the processes with other replicas; a parameter without a gradient anywhere keeps none."""
         parameters = self._parameters()
+        if any(gradient is not None and gradient.layout != torch.strided for gradient in gradients):
+            raise PlanError("sparse gradients cannot be averaged over processes; build the layer without, e.g. nn.Embedding(sparse=False)")
         signal = self._stop_signal()
         # Whether there is a gradient here, then how many processes received a signal and the sum of the signals' numbers.
         facts = torch.tensor(
@@ -115,6 +117,17 @@ class Called(BaseException):
 
 
 @contextmanager
+def as_raised() -> Iterator[None]:
+    """Let an error that a stage raised pass as it is: torch wraps it in one that shows the stage's arguments."""
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__cause__ is None or "failed to run" not in str(error):
+            raise
+        raise error.__cause__ from None
+
+
+@contextmanager
 def answered(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let something else answer the module's `self(...)`."""
     object.__setattr__(module, "forward", forward)
@@ -124,7 +137,13 @@ def answered(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         object.__delattr__(module, "forward")
 
 
-def called_with(module: nn.Module, step: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def check_calls(module: nn.Module, calls: int, what: str = "the training step") -> None:
+    """Refuse a step that does not call `self(...)` exactly once."""
+    if calls != 1:
+        raise PlanError(f"{what} of {type(module).__name__} calls self(...) {calls} times; a pipeline needs exactly one call")
+
+
+def called_with(module: nn.Module, step: Callable[[], Any], what: str = "the training step") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a step calls `self(...)` with.
 
     Raises:
@@ -139,7 +158,7 @@ def called_with(module: nn.Module, step: Callable[[], Any]) -> tuple[tuple[Any, 
             step()
         except Called as call:
             return call.args, call.kwargs
-    raise PlanError(f"the training step of {type(module).__name__} does not call self(...), which is what a pipeline runs; call it once")
+    raise PlanError(f"{what} of {type(module).__name__} does not call self(...), which is what a pipeline runs; call it once")
 
 
 class PipelineEngine(DistributedEngine):
@@ -159,6 +178,8 @@ class PipelineEngine(DistributedEngine):
         processes, self._partition, self._clip_norm, self._clip_value = self._processes, partition, clip_norm, clip_value
         self._module, accumulation = distributed["module"], self._plan.gradient_accumulation_factor
         stage = partition.stage(processes.stages.start, processes.stages.stop - 1)
+        names = set().union(*partition.parameters[processes.stages.start : processes.stages.stop])
+        self._held = {id(parameter) for name, parameter in self._module.named_parameters() if name in names}
         if self._buffers is not None:
             self._buffers = ReplicaBuffers(stage)
         if self._scaling is not None:
@@ -185,13 +206,17 @@ class PipelineEngine(DistributedEngine):
         accumulation = self._plan.gradient_accumulation_factor
         for start in range(0, accumulation, self._at_once):
             numbers = torch.arange(start, start + self._at_once, device=self._processes.device)
-            if self._processes.is_first:
-                self._schedule.step(numbers, return_outputs=False)
-            elif self._processes.is_last:
-                self._schedule.step(target=numbers, losses=[], return_outputs=False)
-            else:
-                self._schedule.step()
+            with as_raised():
+                if self._processes.is_first:
+                    self._schedule.step(numbers, return_outputs=False)
+                elif self._processes.is_last:
+                    self._schedule.step(target=numbers, losses=[], return_outputs=False)
+                else:
+                    self._schedule.step()
         return self._result
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in super()._parameters() if id(parameter) in self._held]
 
     def forward_of(self, stage: nn.Module, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """One micro-batch through this process's stages; on the first, `values` are only its number."""
@@ -227,10 +252,7 @@ class PipelineEngine(DistributedEngine):
         place = int(micro_batch)
         with answered(self._module, forward):
             loss, extra = self._forward(self._take(), self._number + place, self._update, self._replica, place)
-        if len(calls) != 1:
-            raise PlanError(
-                f"the training step of {type(self._module).__name__} calls self(...) {len(calls)} times; a pipeline needs exactly one call"
-            )
+        check_calls(self._module, len(calls))
         scaled = loss / self._plan.micro_batches_per_update
         if self._replica == self._replicas.start and place == 0:
             for hook in self._hooks["before_backward"]:
@@ -244,12 +266,15 @@ class PipelineEngine(DistributedEngine):
         loss, extra, made = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
         # Every stage learns of signals that any received, and of the loss.
         signal = float(self._stop_signal())
-        facts = torch.tensor([float(signal > 0), signal, loss.item() if self._processes.is_last else 0.0], dtype=torch.float64)
-        facts = facts.to(self._processes.device)
+        told = [loss.item(), float(bool(extra))] if self._processes.is_last else [0.0, 0.0]
+        facts = torch.tensor([float(signal > 0), signal, *told], dtype=torch.float64).to(self._processes.device)
         dist.all_reduce(facts, group=self._processes.same_replica)
-        signalled, signals, total = facts.tolist()
+        signalled, signals, total, has_extra = facts.tolist()
         if signalled:
             self._on_stop(round(signals / signalled))
+        if has_extra:  # whatever else the step returned, which hooks get as its outputs
+            everyone = self._processes.gathered(map_tensors(torch.Tensor.cpu, extra), self._processes.same_replica)
+            extra = map_tensors(lambda tensor: tensor.to(self._processes.device), everyone[-1])
         return torch.tensor(total, device=self._processes.device), extra, made
 
     def _all_finite(self, finite: bool) -> bool:
@@ -329,17 +354,27 @@ class EvaluationPipeline:
     def step(self, step: Callable[[], Any], *, size: int) -> Any:
         """Run the user's step on a batch of `size` samples; its result on the last stage, None elsewhere."""
         with self._context():
-            args, kwargs = map_tensors(lambda tensor: self._filled(tensor, size), called_with(self._module, step))
+            called = called_with(self._module, step, "a step of pipeline_validation")
+            args, kwargs = map_tensors(lambda tensor: self._filled(tensor, size), called)
         if self._partition is None:
             self._make(args, kwargs)
         self._partition.check_unchanged()
         self._values = self._partition.flatten(*args, **kwargs)
-        self._schedule.step(*([torch.zeros(1, dtype=torch.int64)] if self._processes.is_first else []), return_outputs=False)
+        with as_raised():
+            self._schedule.step(*([torch.zeros(1, dtype=torch.int64)] if self._processes.is_first else []), return_outputs=False)
         if not self._processes.is_last:
             return None
         results = [result[:size] if self._is_batched(result) else result for result in self._results]
-        with answered(self._module, lambda *args, **kwargs: self._partition.restore(results)):
-            return step()
+        calls = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            return self._partition.restore(results)
+
+        with answered(self._module, forward):
+            output = step()
+        check_calls(self._module, len(calls), "a step of pipeline_validation")
+        return output
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         processes = self._processes
@@ -406,6 +441,8 @@ def _off_the_wire(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class StageState:
     """Parameters and buffers of the stages that live elsewhere: given up while training, fetched when the whole network is needed.
 
+    Buffers that the forward does not use (what a step normalises its input by) stay everywhere.
+
     Args:
         module: the whole network.
         partition: the network cut into stages.
@@ -419,10 +456,18 @@ class StageState:
         for names in (partition.parameters, partition.buffers):
             for stage, of_stage in enumerate(names):
                 self.owners |= dict.fromkeys(of_stage, stage // held)
-        tensors = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
-        self._tensors = {name: tensors[name] for name in sorted(self.owners)}
-        self._layouts = {name: (tensor.shape, tensor.stride()) for name, tensor in self._tensors.items()}
+        # By place, not by tensor: a step or a forward may put a new tensor in a buffer's place.
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        for path, child in module.named_modules():
+            for place in (child._parameters, child._buffers):
+                self._places |= {f"{path}.{key}" if path else key: (place, key) for key in place}
+        self._layouts = {name: (self._tensor(name).shape, self._tensor(name).stride()) for name in sorted(self.owners)}
+        self._elsewhere = [name for name in self._layouts if not self.here(name) and name not in partition.unused_buffers]
         self.is_whole = True
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        place, key = self._places[name]
+        return place[key]
 
     def here(self, name: str) -> bool:
         """Whether this process holds a parameter or buffer."""
@@ -430,37 +475,48 @@ class StageState:
 
     @torch.no_grad()
     def give_up(self) -> None:
-        """Free what other processes hold; a single zero stands for each tensor."""
-        for name, tensor in self._tensors.items():
-            if not self.here(name):
-                tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(self._layouts[name][0])
-                tensor.grad = None
+        """Free what other processes hold; a single number stands for each tensor, NaN, so that whoever reads it by mistake sees it."""
+        for name in self._elsewhere:
+            tensor = self._tensor(name)
+            real = tensor.is_floating_point() or tensor.is_complex()
+            nothing = float("nan") if real else False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+            tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(self._layouts[name][0])
+            tensor.grad = None
         self.is_whole = False
 
     @contextmanager
     def laid_out(self) -> Iterator[None]:
         """Let what other processes hold have its memory layout, though no values: results' layouts follow from it."""
-        with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                if not self.here(name):
-                    tensor.data = torch.empty_strided(*self._layouts[name], dtype=tensor.dtype, device=tensor.device)
+        self._lay_out()
         try:
             yield
         finally:
             self.give_up()
 
     @torch.no_grad()
+    def _lay_out(self) -> None:
+        for name in self._elsewhere:
+            tensor = self._tensor(name)
+            tensor.data = torch.empty_strided(*self._layouts[name], dtype=tensor.dtype, device=tensor.device)
+
+    @torch.no_grad()
     def fetch(self) -> None:
         """Have the whole network in every process, each stage from the process that trains it."""
-        for name, tensor in self._tensors.items():
-            if not self.here(name):
-                tensor.data = torch.empty_strided(*self._layouts[name], dtype=tensor.dtype, device=tensor.device)
-            dist.broadcast(tensor.data, self._processes.peer(self.owners[name]), group=self._processes.same_replica)
+        self._lay_out()
+        for name in self._layouts:
+            dist.broadcast(self._tensor(name).data, self._processes.peer(self.owners[name]), group=self._processes.same_replica)
         self.is_whole = True
 
     def own(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Of a state_dict, what this process holds; the first process of a replica also answers for what is no parameter or buffer."""
-        return {name: value for name, value in tensors.items() if (self.here(name) if name in self.owners else self._processes.is_first)}
+        """Of a state_dict, what this process holds; for what is no parameter or buffer, the process with the module's stage answers."""
+        return {name: value for name, value in tensors.items() if self._answers_for(name)}
+
+    def _answers_for(self, name: str) -> bool:
+        if name in self.owners:
+            return self.here(name)
+        module = name.rpartition(".")[0]
+        owners = {owner for tensor, owner in self.owners.items() if module and tensor.startswith(module + ".")}
+        return self._processes.is_last if not owners else self._processes.part == max(owners)
 
     def merged(self, own: dict[Any, Any]) -> dict[Any, Any]:
         """The parts that the processes of a replica hold of a dictionary of tensors, as one dictionary in each."""
