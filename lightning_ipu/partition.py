@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_ipu.plan import PlanError
-from lightning_ipu.record import MakeContext, Record, Untraceable, borrowed, example, flatten, unflatten
+from lightning_ipu.record import MakeContext, Record, Untraceable, Uses, borrowed, example, flatten, unflatten
 
 # ---- Names -------------------------------------------------------------------------------------------------------------------
 
@@ -230,6 +230,36 @@ class Partition:
     def restore(self, results: Iterable[Tensor]) -> Any:
         """What the forward returns, out of the last stage's results."""
         return unflatten(results, self._record.output_structure)
+
+    def check_step(self, before: Uses, whole: Uses, *, last: int) -> None:
+        """Check that a training step finds what it uses of the network beside `self(...)`: the first and the last process run it.
+
+        Args:
+            before: what was used before the call.
+            whole: what was used in the whole step.
+            last: the first of the stages in the last process.
+
+        Raises:
+            PlanError: it uses what other stages hold.
+        """
+        name_of = type(self._record.module).__name__
+        held = self.unused_buffers.union(*self.parameters[last:], *self.buffers[last:])
+        if away := sorted(before.tensors - self.unused_buffers):
+            raise PlanError(
+                f"the training step of {name_of}, or a transfer hook, uses {away[0]!r} before it calls self(...), where no stage of a"
+                " pipeline holds it; use it in the forward"
+            )
+        if away := sorted(whole.tensors - held):
+            raise PlanError(
+                f"the training step of {name_of} uses {away[0]!r} of an earlier stage, which in a pipeline is not where the step runs;"
+                " return it, or what is made of it, from the forward"
+            )
+        for path, name in sorted(whole.attributes & self._record.left.keys()):
+            if self._stage_at(self._record.left[path, name]) < last:
+                raise PlanError(
+                    f"the training step of {name_of} reads {f'{path}.{name}' if path else name!r}, which the forward sets in an earlier"
+                    " stage; return it from the forward"
+                )
 
     def check_unchanged(self) -> None:
         """Check that the network would still be cut into what it was cut into.

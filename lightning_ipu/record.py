@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -41,6 +42,11 @@ _READS_DATA = {
 # What of a LightningModule depends on where training stands, or speaks to the Trainer.
 _OF_TRAINER = {"trainer", "_trainer", "fabric", "current_epoch", "global_step", "log", "log_dict"}
 _OF_EVERY_MODULE = {*vars(nn.Module()), *vars(nn.Module)}
+# Functions and methods that ask what a tensor is like, not for its values.
+_DESCRIBES = {
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "is_contiguous", "get_device"),
+    *("is_floating_point", "is_complex", "requires_grad_", "data_ptr", "__hash__", "__len__", "__set__"),
+}
 _TOUCHES_GRAPH = {"backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__set__"}
 _STATIC = (int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
@@ -149,6 +155,7 @@ class _Recorder(TorchFunctionMode):
         self._owners: dict[int, str] = {}
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Tensor] = []  # so that ids stay unique
+        self.left: dict[tuple[str, str], int] = {}  # attributes that submodules set, by module and name, and how many nodes came before
         self.read: dict[tuple[str, str], Any] = {}  # plain attributes that were read, by module and name, and what they held
         self._stack: list[nn.Module] = [module]
         self._function = ""
@@ -223,7 +230,10 @@ class _Recorder(TorchFunctionMode):
     def puts(self, module: nn.Module, name: str) -> None:
         """Told of every attribute that is set."""
         path = self._names.get(id(module))
-        if self.leaf is None and path is not None and threading.get_ident() == self._thread:
+        if path is None or threading.get_ident() != self._thread:
+            return
+        self.left[path, name] = len(self.order)
+        if self.leaf is None:
             raise self.refusal(f"sets {f'{path}.{name}' if path else name!r}, which a stage would not do")
 
     def check_host_streams(self) -> None:
@@ -413,6 +423,65 @@ def watched(recorder: _Recorder) -> Iterator[None]:
         del nn.Module.__getattribute__
 
 
+class Uses(TorchFunctionMode):
+    """Takes note of what code outside the network's forward uses of it while this mode is on.
+
+    `tensors` are the names of parameters and buffers whose values it used, `attributes` the (module, name) of attributes that it read.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._tensors = {id(tensor): name for name, tensor in named}
+        self._modules = {id(child): name for name, child in module.named_modules()}
+        self._kept = [tensor for _, tensor in named]  # so that ids stay unique
+        self.tensors: set[str] = set()
+        self.attributes: set[tuple[str, str]] = set()
+
+    def __enter__(self) -> Uses:
+        def read(module: nn.Module, name: str) -> Any:
+            if id(module) in self._modules:
+                self.attributes.add((self._modules[id(module)], name))
+            return object.__getattribute__(module, name)
+
+        nn.Module.__getattribute__ = read
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        del nn.Module.__getattribute__
+        super().__exit__(*exception)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        asked = getattr(func.__self__, "__name__", "") if name == "__get__" else name
+        if (asked in ("data", "T", "mT", "H", "mH", "real", "imag")) if name == "__get__" else asked not in _DESCRIBES:
+            self.tensors |= {self._tensors[id(tensor)] for tensor in _tensors((args, kwargs)) if id(tensor) in self._tensors}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Leave what modules hold (attributes, lists and dicts among them, and buffers) as it was, whatever a step does to it inside."""
+    held = [(child, vars(child).copy(), child._buffers.copy()) for child in module.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    own = [value for _, attributes, _ in held for name, value in attributes.items() if name not in _OF_EVERY_MODULE]
+    containers = [(value, copy(value)) for value in own if type(value) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        for child, attributes, child_buffers in held:
+            for target, source in ((vars(child), attributes), (child._buffers, child_buffers)):
+                target.clear()
+                target.update(source)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for value, before in containers:
+            value.clear()
+            value.extend(before) if type(value) is list else value.update(before)
+
+
 @contextmanager
 def borrowed(module: nn.Module, *, training: bool, fake: FakeTensorMode | None) -> Iterator[None]:
     """Lend a network out: training or not, with copies in place of its tensors, and afterwards exactly as it was.
@@ -422,7 +491,7 @@ def borrowed(module: nn.Module, *, training: bool, fake: FakeTensorMode | None) 
     held = [(child, vars(child).copy(), child._parameters.copy(), child._buffers.copy()) for child in module.modules()]
     copies: dict[int, Tensor] = {}
 
-    def copy(tensor: Tensor, is_parameter: bool) -> Tensor:
+    def copied(tensor: Tensor, is_parameter: bool) -> Tensor:
         if fake is None and is_parameter:
             return tensor
         if id(tensor) not in copies:
@@ -436,7 +505,7 @@ def borrowed(module: nn.Module, *, training: bool, fake: FakeTensorMode | None) 
             for child, attributes, parameters, buffers in held:
                 for target, source in ((child._parameters, parameters), (child._buffers, buffers), (vars(child), attributes)):
                     tensors = {key: value for key, value in source.items() if isinstance(value, Tensor)}
-                    target.update({key: copy(value, target is child._parameters) for key, value in tensors.items()})
+                    target.update({key: copied(value, target is child._parameters) for key, value in tensors.items()})
             yield
     finally:
         for child, attributes, parameters, buffers in held:
@@ -540,7 +609,7 @@ class Record:
             with watched(recorder), _WatchDraws(recorder), recorder:
                 output = forward(*args, **kwargs)
                 recorder.check_host_streams()
-            self.read = recorder.read
+            self.read, self.left = recorder.read, recorder.left
             if changed := self.changed():
                 raise recorder.refusal(f"changes what {changed} holds, which a stage would not do")
             tensors, self.output_structure = flatten(output)

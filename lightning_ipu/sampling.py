@@ -7,18 +7,22 @@ sample's own randomness is seeded with (seed, epoch, index), so neither loader w
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
 import torch
 from lightning_fabric.utilities.data import sized_len
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
@@ -184,6 +188,14 @@ def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> DataLoader:
     return DataLoader(**{**options, **changed, "generator": generator})
 
 
+def _refuse_shared_out(loader: DataLoader, name: str) -> None:
+    if isinstance(loader.sampler, DistributedSampler):
+        raise PlanError(
+            f"{name} has a {type(loader.sampler).__name__}; IPUStrategy shares the samples out itself and would take a share of its share: give"
+            " the loader the whole data set, with shuffle=True or a sampler of your own"
+        )
+
+
 class TrainingData:
     """A user's training loader under the laws of this package.
 
@@ -210,6 +222,7 @@ class TrainingData:
             raise PlanError(
                 f"train_dataloader has {what}: IPUStrategy forms the batches itself; give the loader batch_size=MICRO_BATCH and a sampler"
             )
+        _refuse_shared_out(loader, "train_dataloader")
         self.user_loader, self.seed, self.micro_batch_size, self.shard = loader, seed, loader.batch_size, shard
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.samples: int | None
@@ -229,9 +242,26 @@ class TrainingData:
 
     def example(self) -> Any:
         """The first micro-batch of the first epoch, on the host, in this process; the same in every process."""
-        order = epoch_order(self._batches.sampler, seed=self.seed, epoch=0)
         with preserved_streams():
-            return self.loader.collate_fn(self.loader.dataset.__getitems__((0, order[: self.micro_batch_size])))
+            return self.loader.collate_fn(self.loader.dataset.__getitems__((0, self._first_order[: self.micro_batch_size])))
+
+    @cached_property
+    def _first_order(self) -> list[Any]:
+        """The first epoch's order, by a copy of the sampler: the user's may count its epochs."""
+        return epoch_order(copy(self._batches.sampler), seed=self.seed, epoch=0)
+
+    def fingerprint(self) -> str:
+        """A word for the order and two samples of the first epoch: the same in all processes whose data sets are."""
+        order, word = self._first_order, hashlib.blake2b()
+        word.update(repr((len(order), order[:1], order[-1:])).encode())
+        with preserved_streams():
+            samples = self.loader.dataset.__getitems__((0, [*order[:1], *order[-1:]]))
+        for leaf in tree_flatten(samples)[0]:
+            if isinstance(leaf, torch.Tensor):
+                word.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            elif isinstance(leaf, (int, float, str, bytes)) or hasattr(leaf, "tobytes"):  # numbers and text, arrays and images
+                word.update(leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode())
+        return word.hexdigest()
 
     @property
     def micro_batches(self) -> int | None:
@@ -457,6 +487,7 @@ class EvaluationData:
     """
 
     def __init__(self, loader: DataLoader, *, seed: int, limit: int | float = 1.0, index: int = 0, count: int = 1) -> None:
+        _refuse_shared_out(loader, "an evaluation's loader")
         self.user_loader, self.size = loader, None
         self._sizes: deque[int] | None = None
         self.loader, self._guarded = loader, True

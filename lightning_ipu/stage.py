@@ -29,7 +29,7 @@ from lightning_ipu.randomness import (
 )
 from lightning_ipu.user_step import LogRecorder, metrics_of, unchanged_metrics
 
-_STEP, _AFTER = name_word("step"), name_word("after the forward")
+_STEP, _AFTER, _UPDATE = name_word("step"), name_word("after the forward"), name_word("update")
 Place = tuple[int, dict[int, int], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -76,6 +76,10 @@ class NamedRandomness:
         """Seed the global streams for such a micro-batch, which the step draws from."""
         self.begin_forward(update, replica, micro_batch)
         seed_all(self._base, self._device)
+
+    def begin_update(self, update: int) -> None:
+        """Seed the global streams for what follows the micro-batches of a weight update: hooks, and an optimizer that draws."""
+        seed_all(mix(self._seed, _UPDATE, update), self._device)
 
     def _seed_call(self, word: int, seed: Callable[[int, torch.device], None], module: nn.Module, _arguments: Any) -> None:
         if module.training:

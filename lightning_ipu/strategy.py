@@ -10,7 +10,7 @@ import atexit
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -39,6 +39,7 @@ from pytorch_lightning.utilities import GradClipAlgorithmType
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -53,6 +54,7 @@ from lightning_ipu.engine.distributed import (
     answered,
     broadcast_state,
     called_with,
+    check_calls,
 )
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.half import SixteenBit
@@ -62,6 +64,7 @@ from lightning_ipu.partition import Partition, StageCost, balanced_splits, check
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
+from lightning_ipu.record import Uses, undisturbed
 from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
@@ -180,6 +183,7 @@ class IPUStrategy(DDPStrategy):
         self.progress = TrainingProgress()
         self.seed = 0
         self._engine: LocalEngine | None = None
+        self._recorder: LogRecorder | None = None
         self._evaluation: dict[str, Any] = {}
         self._user_settings: dict[str, Any] = {}
         self._processes: Processes | None = None
@@ -296,6 +300,9 @@ class IPUStrategy(DDPStrategy):
         check_num_stages(module, self.plan.num_stages)
         self._own_transfer()
         if self._processes is not None:
+            for name, parameter in module.named_parameters():
+                if isinstance(parameter, UninitializedParameter):
+                    raise PlanError(f"{name!r} has no shape yet, so processes cannot start alike: run a batch through the network first")
             broadcast_state(module)
             self._metrics = SharedMetrics(module, self._processes.gathered)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -424,15 +431,27 @@ class IPUStrategy(DDPStrategy):
         module, processes = self.lightning_module, self._processes
         trainer.fit_loop.setup_data()
         muted, self._recorder.muted = self._recorder.muted, True
-        with preserved_streams(self.root_device), self._recorder.recording(), unchanged_metrics(metrics_of(module)):
-            batch = self._ready(trainer.fit_loop._combined_loader.flattened[0].data.example(), 0)
-            with context():
+        with (
+            preserved_streams(self.root_device),
+            self._recorder.recording(),
+            unchanged_metrics(metrics_of(module)),
+            undisturbed(module),
+            told("while IPUStrategy tried the training step once, before on_fit_start, to cut the network into stages"),
+        ):
+            with context(), Uses(module) as before:
+                batch = self._ready(trainer.fit_loop._combined_loader.flattened[0].data.example(), 0)
                 args, kwargs = called_with(module, lambda: step(batch, 0))
             if not self.pipeline_splits:
-                found = (
-                    balanced_splits(module, args, kwargs, num_stages=self.plan.num_stages, context=context) if processes.rank == 0 else None
-                )
-                self.pipeline_splits, self.stage_costs = self.broadcast(found)
+                found: Any = None
+                if processes.rank == 0:
+                    try:
+                        found = balanced_splits(module, args, kwargs, num_stages=self.plan.num_stages, context=context)
+                    except PlanError as refusal:
+                        found = refusal
+                found = self.broadcast(found)
+                if isinstance(found, PlanError):
+                    raise found
+                self.pipeline_splits, self.stage_costs = found
                 for line in stage_table(self.stage_costs):
                     rank_zero_info(line)
             partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
@@ -443,14 +462,15 @@ class IPUStrategy(DDPStrategy):
                 calls.append(args)
                 return partition.restore(results)
 
-            with context(), answered(module, forward):
+            with context(), answered(module, forward), Uses(module) as whole:
                 output = step(batch, 0)
         self._recorder.muted = muted
-        if len(calls) != 1:
-            raise PlanError(
-                f"the training step of {type(module).__name__} calls self(...) {len(calls)} times; a pipeline needs exactly one call"
-            )
-        _check_loss(module, output if isinstance(output, torch.Tensor) else output["loss"], partition)
+        check_calls(module, len(calls))
+        if isinstance(output, Mapping):
+            output = output.get("loss")
+        if isinstance(output, torch.Tensor):  # else the first weight update says what is wrong
+            _check_loss(module, output, partition)
+        partition.check_step(before, whole, last=self.plan.num_stages // processes.parts * (processes.parts - 1))
         return partition
 
     def _stop(self, number: int) -> None:
@@ -630,6 +650,11 @@ class IPUStrategy(DDPStrategy):
         data = TrainingData(dataloader, seed=self.seed, shard=Shard(places=places, per_update=self.plan.micro_batches_per_update))
         if data.is_stream and self._processes is not None:
             raise PlanError("an IterableDataset is trained on by one process only: its samples cannot be shared out; use devices=1")
+        if self._processes is not None and len(set(self._processes.gathered(data.fingerprint()))) > 1:
+            rank_zero_warn(
+                "the processes see different training data (other samples, or another order): each made its own. Make it, or split it, with a"
+                " generator of a fixed seed"
+            )
         self.plan = plan = _with(self.plan, micro_batch_size=data.micro_batch_size)
         micro_batches = _trained_micro_batches(trainer, data, plan, limit=self._user_settings["limit_train_batches"])
         self.progress.updates_per_epoch = updates = None if micro_batches is None else micro_batches // plan.micro_batches_per_update
@@ -845,6 +870,8 @@ class IPUStrategy(DDPStrategy):
         for counts in (steps.total, steps.current):  # Lightning itself counts one
             counts.ready -= 1
             counts.completed -= 1
+        if self._processes is not None and (first_update == 0 or epoch_loop.batch_progress.is_last_batch):
+            self._processes.check_alike(self.lightning_module, optimizer, holds=self.holds)
         self._settle(trainer, epoch_loop, handle, done)
         self._between_steps = False
         closure._result = ClosureResult(closure_loss=loss, extra=extra)
@@ -962,8 +989,20 @@ class IPUStrategy(DDPStrategy):
             self._randomness.remove()
         for name, value in self._user_settings.items():
             setattr(module.trainer, name, value)
-        self._user_settings = {}
+        self._user_settings, self._evaluation = {}, {}
         super().teardown()
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        """Gather a tensor from all processes, outside of steps: how often a process runs a step depends on the placement."""
+        if self._processes is not None and any(
+            recorder.in_step for recorder in (self._recorder, self._evaluation.get("recorder")) if recorder
+        ):
+            raise PlanError(
+                "all_gather in a training or evaluation step cannot be honoured: processes do not run the same micro-batches. Use a metric of"
+                " torchmetrics, or gather in on_train_epoch_end or on_validation_epoch_end"
+            )
+        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -987,6 +1026,19 @@ def _leave_process_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     time.sleep(0.1)
+
+
+@contextmanager
+def told(where: str) -> Iterator[None]:
+    """Add to an exception's message where it came up."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"({where})")
+        raise
 
 
 def _with(plan: Plan, **changed: int) -> Plan:
@@ -1052,6 +1104,12 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
         raise PlanError(
             "sync_batchnorm=True contradicts the plan: BatchNorm normalises by the micro-batch; give larger micro-batches instead"
         )
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.SyncBatchNorm):
+            raise PlanError(
+                f"{name!r} is a SyncBatchNorm, which contradicts the plan: BatchNorm normalises by the micro-batch; use BatchNorm and larger"
+                " micro-batches"
+            )
     plugin = strategy.precision_plugin
     if type(plugin) not in (Precision, DoublePrecision, SixteenBit):
         raise PlanError(

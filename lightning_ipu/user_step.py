@@ -92,7 +92,7 @@ class LogRecorder:
         self.weight: int | None = None
         self.update, self.number = 0, 0  # of the weight update in the host step, of the micro-batch in the epoch
         self.hook: str | None = None
-        self.muted = False
+        self.muted = self._recording = False
         self._records: list[_Record] = []
         self._sums: dict[tuple[str, str], _Average] = {}
         self._options: dict[tuple[str, str], dict[str, Any]] = {}
@@ -142,10 +142,17 @@ class LogRecorder:
             (self.log if module is self.module else partial(original, module))(*arguments, **options)
 
         LightningModule.log = log
+        self._recording = True
         try:
             yield
         finally:
             LightningModule.log = original
+            self._recording = False
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step runs, not a hook between steps."""
+        return self._recording and self.hook is None
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         """Write down one call of `self.log`; same parameters as LightningModule.log."""

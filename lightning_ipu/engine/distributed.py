@@ -67,6 +67,34 @@ class Processes:
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return int(shared)
 
+    @torch.no_grad()
+    def check_alike(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, holds: Callable[[str], bool]) -> None:
+        """Check that the replicas still hold the same weights, to the last bit, and learning rates.
+
+        Raises:
+            PlanError: something but the optimizer has changed them by what only one process saw.
+        """
+        if dist.get_world_size(self.same_stages) == 1:
+            return
+        # Sums of the bits as whole numbers: exact, in whatever order they are added.
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.numel() and holds(name)]
+        bits = [torch.view_as_real(value) if value.is_complex() else value for value in (parameter.detach() for _, parameter in named)]
+        sums = [value.contiguous().view(kinds[value.element_size()]).sum(dtype=torch.int64) for value in bits]
+        rates = [torch.tensor(float(group.get("lr", 0.0)), dtype=torch.float64).view(torch.int64) for group in optimizer.param_groups]
+        mine = torch.stack([value.to(self.device) for value in [*sums, *rates]])
+        low, high = mine.clone(), mine.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self.same_stages)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self.same_stages)
+        apart = (low != high).nonzero().flatten().tolist()
+        if apart:
+            what = named[apart[0]][0] if apart[0] < len(named) else "the learning rate"
+            raise PlanError(
+                f"{what!r} is no longer the same in all replicas: something but the optimizer changes it by what only one process has seen (a"
+                " moving average of weights, an initialisation by data, a scheduler that follows a local value). Make it depend on what all"
+                " share, or use one process"
+            )
+
     def peer(self, part: int) -> int:
         """Rank of the process that holds a part of the same replica."""
         return self.group * self.parts + part
@@ -181,7 +209,8 @@ class PipelineEngine(DistributedEngine):
         names = set().union(*partition.parameters[processes.stages.start : processes.stages.stop])
         self._held = {id(parameter) for name, parameter in self._module.named_parameters() if name in names}
         if self._buffers is not None:
-            self._buffers = ReplicaBuffers(stage)
+            own = partition.buffers[processes.stages.start : processes.stages.stop]
+            self._buffers = ReplicaBuffers(self._module, set().union(*own))
         if self._scaling is not None:
             self._scaling.agree = self._all_finite
         self._at_once = 1 if schedule == "Sequential" else accumulation

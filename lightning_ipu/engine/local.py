@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,9 +24,11 @@ class ReplicaBuffers:
     mean over replicas, the others (its counter) the value that one replica counted.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Container[str] | None = None) -> None:
+        """Take a module's buffers, or those of some names."""
         # By place, not by tensor: a forward may put a new tensor in a buffer's place.
-        self._places = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        places = [(owner, key, f"{path}.{key}" if path else key) for path, owner in module.named_modules() for key in owner._buffers]
+        self._places = [(owner, key) for owner, key, name in places if names is None or name in names]
         self._floats, self._others, self._common = [], [], ([], [])
 
     def begin_update(self) -> None:
@@ -104,6 +106,8 @@ class LocalEngine:
         self._scaling, self._update_weights = scaling, update_weights
         self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 or scaling is not None or undoes else None
         self._replicas = range(plan.replication_factor)  # those that run here
+        own_optimizer = not type(optimizer).__module__.startswith("torch.")
+        self._draws_at_the_end = bool(own_optimizer or hooks["after_backward"] or hooks["before_optimizer_step"])  # or may do so
 
     def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Make one weight update.
@@ -144,6 +148,8 @@ class LocalEngine:
                 if buffers:
                     buffers.begin_replica()
                 return loss, extra, False
+        if self._draws_at_the_end:
+            self._randomness.begin_update(update)
         for hook in hooks["after_backward"]:
             hook()
         for hook in hooks["before_optimizer_step"]:
