@@ -173,6 +173,7 @@ class Partition:
         splits: the submodules that begin the second and later stages.
         parameters, buffers: their names by stage; what the forward never uses belongs to the last stage, where the user's step runs.
         unused_buffers: the names of those that the forward never uses.
+        left: the (module, name) of attributes that submodules set in the forward.
         boundaries: the tensors before the first stage, between stages and behind the last, as meta tensors; one tuple more than stages.
         opened: the submodules with a cut inside. They are not called as a whole: a hook or a wrapper on them would not run.
     """
@@ -182,6 +183,7 @@ class Partition:
         self._record, self._starts = record, [0, *starts, len(record.order)]
         self._crossings = [record.inputs, *map(record.crossing, starts), record.outputs]
         self.boundaries = [tuple(record.spec(node).empty() for node in nodes) for nodes in self._crossings]
+        self.left = record.left.keys()
         self.parameters, self.buffers = self._ownership()
         self.unused_buffers = {name for name, _ in record.module.named_buffers(remove_duplicate=False) if name not in self._used}
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in record.module.named_parameters()]
@@ -254,7 +256,7 @@ class Partition:
                 f"the training step of {name_of} uses {away[0]!r} of an earlier stage, which in a pipeline is not where the step runs;"
                 " return it, or what is made of it, from the forward"
             )
-        for path, name in sorted(whole.attributes & self._record.left.keys()):
+        for path, name in sorted(whole.attributes & self.left):
             if self._stage_at(self._record.left[path, name]) < last:
                 raise PlanError(
                     f"the training step of {name_of} reads {f'{path}.{name}' if path else name!r}, which the forward sets in an earlier"

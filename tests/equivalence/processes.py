@@ -22,6 +22,7 @@ from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassAUROC
 
 from lightning_ipu import PlanError
@@ -103,6 +104,36 @@ class Spread(Net):
         self.log("val_index", index.double().mean(), sync_dist=True)
 
 
+class Keeping(Spread):
+    """Buffers that only the step uses, one of them replaced, a count of steps, and outputs for a hook."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.steps, self.sizes = 0, []
+        self.register_buffer("mean", torch.full((8,), 0.1))
+        self.register_buffer("average", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        x, y, index = batch
+        self.steps += 1
+        loss = super().training_step([(x - self.mean) / self.steps, y, index], batch_idx)
+        self.average = 0.9 * self.average + 0.1 * loss.detach()
+        return {"loss": loss, "size": torch.tensor(len(x))}
+
+    def on_train_batch_end(self, outputs, *_):
+        super().on_train_batch_end()
+        self.sizes.append(int(outputs["size"]))
+
+
+class NoisyGradients(Spread):
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.grad += 0.1 * torch.randn_like(parameter)
+
+
+MODULES = {"Spread": Spread, "Keeping": Keeping, "NoisyGradients": NoisyGradients}
+
+
 def case(name: str, processes: int, network: str, optimizer: str = "momentum", **plan: Any) -> dict[str, Any]:
     return {"name": name, "processes": processes, "network": network, "optimizer": optimizer, **plan}
 
@@ -115,7 +146,7 @@ CASES = [
     case("replicas in turn", 2, "normed", R=4, A=2, D=3),
     case("clipped replicas", 2, "resnet", R=2, A=1, gradient_clip_val=0.5),
     case("replicas in float64", 2, "normed", R=2, A=2, precision="64-true"),
-    case("replicas with workers", 2, "dropout", R=2, A=2, workers=2),
+    case("replicas with workers and noisy gradients", 2, "dropout", R=2, A=2, workers=2, module="NoisyGradients"),
     case("four replicas", 4, "normed", R=4, A=2, D=3, validation=10_003),
     case("eight replicas", 4, "blocks", "adamw", R=8, A=1),
     # stages in different processes
@@ -127,6 +158,7 @@ CASES = [
     case("noise", 2, "drawing", R=1, A=4, pipeline_splits=TWO, noise=True, recompute=True),
     case("Grouped, a skip over a stage", 2, "skip", R=1, A=2, pipeline_splits=["network.third"], pipeline_schedule="Grouped"),
     case("validation in stages", 2, "resnet", R=1, A=2, pipeline_splits=["network.layer3"], pipeline_validation=True),
+    case("what a step keeps", 2, "dropout", R=1, A=2, pipeline_splits=TWO, module="Keeping"),
     case("balanced", 2, "normed", R=1, A=4, num_stages=2),
     case("four stages", 4, "skip", R=1, A=4, pipeline_splits=["network.second", "network.third", "network.head"], precision="64-true"),
     # both
@@ -148,9 +180,9 @@ def dataset(case: dict[str, Any], samples: int, seed: int = 5) -> TensorDataset:
 
 def run(case: dict[str, Any], devices: int) -> tuple[Spread, pl.Trainer]:
     """Train a case for two epochs of two weight updates and a remainder."""
-    options = {name: value for name, value in case.items() if name not in ("name", "processes", "network", "optimizer", "noise")}
+    options = {name: value for name, value in case.items() if name not in ("name", "processes", "network", "optimizer", "noise", "module")}
     workers, validation = options.pop("workers", 0), options.pop("validation", 21)
-    module = Spread(case["network"], case["optimizer"], case.get("noise", False))
+    module = MODULES[case.get("module", "Spread")](case["network"], case["optimizer"], case.get("noise", False))
     samples = dataset(case, 4 * case["R"] * case["A"] * 2 + 5)
     training = loader(samples, 4, shuffle=True, num_workers=workers)
     trainer = fit(
@@ -197,6 +229,70 @@ class Decayed(Spread):
         return F.cross_entropy(self(batch[0]), batch[1]) + sum(p.square().sum() for p in self.parameters())
 
 
+class Beforehand(Spread):
+    def __init__(self):
+        super().__init__("blocks", "momentum")
+        self.embed = nn.Linear(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(self.embed(batch[0])), batch[1])
+
+
+class Watching(Spread):
+    def training_step(self, batch, batch_idx):
+        self.log("norm", self.network[0][0].linear.weight.norm())
+        return super().training_step(batch, batch_idx)
+
+
+class Leaves(nn.Linear):
+    def forward(self, x):
+        self.extra = x.square().mean()
+        return super().forward(x)
+
+
+class Collecting(Spread):
+    def __init__(self):
+        super().__init__("blocks", "momentum")
+        self.network[0][0].linear = Leaves(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1]) + self.network[0][0].linear.extra
+
+
+class Synchronised(Spread):
+    def __init__(self):
+        super().__init__("blocks", "momentum")
+        self.network[0][0].norm = nn.SyncBatchNorm(8)
+
+
+class Following(Spread):
+    """A second network that follows the first within the step, as momentum encoders do."""
+
+    def __init__(self):
+        super().__init__("blocks", "momentum")
+        self.slow = nn.Linear(8, 3).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.slow.weight.lerp_(batch[0].mean(0).expand(3, 8), 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class Gathering(Spread):
+    def training_step(self, batch, batch_idx):
+        self.all_gather(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class Sparse(Spread):
+    def __init__(self):
+        super().__init__("blocks", "momentum")
+        self.words = nn.Embedding(3, 8, sparse=True)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0] + self.words(batch[1])), batch[1])
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -225,6 +321,19 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
     "tied weights": (lambda: Spread("tied", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
     "functional randomness": (lambda: Spread("draws", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
     "1F1B with too few micro-batches": (lambda: Spread("blocks", "momentum"), classes(64), {"A": 1, "pipeline_splits": TWO}),
+    "a layer before the call": (Beforehand, classes(64), PIPELINE),
+    "a weight of an earlier stage": (lambda: Watching("blocks", "momentum"), classes(64), PIPELINE),
+    "what an earlier stage left": (Collecting, classes(64), PIPELINE),
+    "too many balanced stages": (lambda: Spread("skip", "momentum"), classes(64), {"A": 8, "num_stages": 4}),
+    "SyncBatchNorm": (Synchronised, classes(64), {"R": 2}),
+    "replicas that drift apart": (Following, classes(64), {"R": 2}),
+    "all_gather in a step": (lambda: Gathering("blocks", "momentum"), classes(64), {"R": 2}),
+    "sparse gradients": (Sparse, classes(64), {"R": 2}),
+    "a share of a share": (
+        lambda: Spread("blocks", "momentum"),
+        DataLoader(classes(64), batch_size=4, sampler=DistributedSampler(classes(64), num_replicas=2, rank=0)),
+        {"R": 2},
+    ),
     "a stream": (lambda: Spread("blocks", "momentum"), Stream(), {"R": 2}),
     "three replicas": (lambda: Spread("blocks", "momentum"), classes(64), {"R": 3}),
 }
@@ -234,7 +343,7 @@ def refusal(name: str) -> str:
     """The message with which a run is refused; empty if it was not."""
     make, samples, options = REFUSALS[name]
     try:
-        fit(make(), DataLoader(samples, batch_size=4), devices=2, **options)
+        fit(make(), samples if isinstance(samples, DataLoader) else DataLoader(samples, batch_size=4), devices=2, **options)
     except PlanError as error:
         return str(error)
     return ""
