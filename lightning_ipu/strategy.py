@@ -363,9 +363,16 @@ class IPUStrategy(DDPStrategy):
         zero_grad = partial(self._user_zero_grad, optimizer) if is_overridden("optimizer_zero_grad", module) else None
         self._lr_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module) else None
 
+        tried = False
+
         def numbered_step(batch: Any, number: int) -> Any:
+            nonlocal tried
             self._recorder.number = number
-            return step(batch, number) if takes_index else step(batch)
+            tried, versions = True, None if tried else [parameter._version for parameter in module.parameters()]
+            output = step(batch, number) if takes_index else step(batch)
+            if versions is not None:
+                _refuse_changed_parameters(module, versions)
+            return output
 
         ours = isinstance(self.precision_plugin, SixteenBit)
         narrow = self.precision_plugin.narrow_update(optimizer, module, seed=self.seed) if ours else None
@@ -1146,6 +1153,16 @@ def _check_loss(module: LightningModule, loss: torch.Tensor, partition: Partitio
                 " reach it through the forward's output only (weight decay belongs to the optimizer)"
             )
         nodes += [following for following, _ in node.next_functions]
+
+
+def _refuse_changed_parameters(module: LightningModule, versions: list[int]) -> None:
+    """Refuse a step that moves parameters itself: a process that runs a share of the steps would move them a share of the times."""
+    for (name, parameter), version in zip(module.named_parameters(), versions, strict=True):
+        if parameter._version != version:
+            raise PlanError(
+                f"the training step of {type(module).__name__} changes the parameter {name!r}, and of several processes each runs a share of"
+                " the steps; change it once per weight update, in on_before_zero_grad, or use one process"
+            )
 
 
 def _refuse_leftovers(environment: ClusterEnvironment) -> None:

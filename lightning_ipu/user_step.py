@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -221,6 +222,16 @@ class LogRecorder:
                     raise PlanError(f"self.log({name!r}, ...) needs batch_size=... where several processes evaluate this kind of loader")
             portable.append((hook, name, value, options, weight, update, number))
         everyone = self._gather(portable)
+        # The processes of the first replica, whose last is the speaker; a loss is there only.
+        of_hooks = [
+            [record[:3] for record in records if record[0] not in (None, "on_before_backward")] for records in everyone[: self._speaker + 1]
+        ]
+        for pair in (pair for records in of_hooks for pair in zip_longest(records, of_hooks[-1])):
+            if repr(pair[0]) != repr(pair[1]):  # NaN equals NaN
+                hook, name, _ = pair[0] or pair[1]
+                raise PlanError(
+                    f"self.log({name!r}, ...) in {hook} is not the same in all processes of a pipeline: each has the gradients of its own stages"
+                )
         records = [
             record for process, records in enumerate(everyone) for record in records if process == self._speaker or record[0] is None
         ]

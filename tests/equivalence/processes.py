@@ -266,16 +266,25 @@ class Synchronised(Spread):
 
 
 class Following(Spread):
-    """A second network that follows the first within the step, as momentum encoders do."""
+    """A second network that moves within the step, as momentum encoders do, or after it, by what this process has seen."""
 
-    def __init__(self):
+    def __init__(self, within):
         super().__init__("blocks", "momentum")
-        self.slow = nn.Linear(8, 3).requires_grad_(False)
+        self.within, self.slow = within, nn.Linear(8, 3).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
-        with torch.no_grad():
-            self.slow.weight.lerp_(batch[0].mean(0).expand(3, 8), 0.1)
+        if self.within:
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9)
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_):
+        self.slow.weight += self.losses[-1]
+
+
+class Measuring(Spread):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
 
 
 class Gathering(Spread):
@@ -326,7 +335,9 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
     "what an earlier stage left": (Collecting, classes(64), PIPELINE),
     "too many balanced stages": (lambda: Spread("skip", "momentum"), classes(64), {"A": 8, "num_stages": 4}),
     "SyncBatchNorm": (Synchronised, classes(64), {"R": 2}),
-    "replicas that drift apart": (Following, classes(64), {"R": 2}),
+    "a parameter moved in a step": (lambda: Following(True), classes(64), {"R": 2}),
+    "replicas that drift apart": (lambda: Following(False), classes(64), {"R": 2}),
+    "gradient norms in a pipeline": (lambda: Measuring("blocks", "momentum"), classes(64), PIPELINE),
     "all_gather in a step": (lambda: Gathering("blocks", "momentum"), classes(64), {"R": 2}),
     "sparse gradients": (Sparse, classes(64), {"R": 2}),
     "a share of a share": (
