@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import re
 import shutil
 import sys
@@ -378,8 +377,12 @@ def lightning_arguments(settings: Mapping[str, Any]) -> list[str]:
 
 def warn(text: str, *, prog: str) -> None:
     """Say what is worth a line before a run begins; of several processes the first does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{prog}: warning: {text}", file=sys.stderr)
+    _say_once(f"{prog}: warning: {text}")
+
+
+def _say_once(line: str) -> None:
+    if machine.started_rank() == 0:
+        print(line, file=sys.stderr)
 
 
 def output_directory(given: Mapping[str, Any]) -> str:
@@ -408,7 +411,7 @@ def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dic
         )
     for option in options:
         if option.dest in before and option.dest in given and before[option.dest] != given[option.dest]:
-            print(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}", file=sys.stderr)
+            _say_once(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}")
     return configs.overlay(before, given, options)
 
 

@@ -15,9 +15,9 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lightning_ipu.machine import LAUNCHED_BY, LAUNCHED_BY_VARIABLE
+
 GRACE = 10.0  # seconds in which a process that lost another may still end by itself, with its own traceback
-_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
-_LAUNCHED_BY = int(os.environ.pop(_VARIABLE, "0"))  # taken out at once: what this process itself may start is not rank 0's
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -33,13 +33,13 @@ class Launcher(_SubprocessScriptLauncher):
         self._named = threading.Event()
         finished = threading.Event()
         if not self.cluster_environment.creates_processes_externally:
-            os.environ[_VARIABLE] = str(os.getpid())
+            os.environ[LAUNCHED_BY_VARIABLE] = str(os.getpid())
             try:
                 self._call_children_scripts()
             finally:
-                del os.environ[_VARIABLE]
+                del os.environ[LAUNCHED_BY_VARIABLE]
             threading.Thread(target=self._watch_launched, daemon=True).start()
-        elif _LAUNCHED_BY and os.name == "posix":  # elsewhere a virtual environment's python is a parent in between
+        elif LAUNCHED_BY and os.name == "posix":  # elsewhere a virtual environment's python is a parent in between
             threading.Thread(target=self._watch_launcher, args=(finished,), daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         try:
@@ -74,7 +74,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     def _watch_launcher(self, finished: threading.Event) -> None:
         """In a launched process, while it fits or evaluates: it does not outlive rank 0, which may be where no connection tells of it."""
-        while os.getppid() == _LAUNCHED_BY:
+        while os.getppid() == LAUNCHED_BY:
             if finished.wait(timeout=0.5):
                 return
         if not finished.wait(timeout=GRACE):
