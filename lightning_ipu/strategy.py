@@ -218,6 +218,8 @@ class IPUStrategy(DDPStrategy):
             self.num_nodes = world // local
         elif isinstance(environment, SLURMEnvironment) and "SLURM_STEP_ID" not in os.environ:
             self.cluster_environment = LightningEnvironment()  # inside an allocation, but not started by srun: on its own
+        if self._process_count == 1 and type(self.cluster_environment) is LightningEnvironment:
+            self.cluster_environment = _OneProcess()
         super().set_world_ranks()
 
     @override
@@ -1081,6 +1083,18 @@ def _check_loss(module: LightningModule, loss: torch.Tensor, partition: Partitio
                 " reach it through the forward's output only (weight decay belongs to the optimizer)"
             )
         nodes += [following for following, _ in node.next_functions]
+
+
+class _OneProcess(LightningEnvironment):
+    """The environment of a run of one process: the first of its kind, whatever another run has left in the environment's variables."""
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
 
 
 def _refuse_leftovers(environment: ClusterEnvironment) -> None:
