@@ -305,7 +305,7 @@ def _benchmark_data(arguments: list[str]) -> int:
         for epoch, (bandwidth, rate) in enumerate(reading_rates(data, epochs=3), start=1):
             print(f"{epoch}, {bandwidth:.3f}, {rate:.1f}", flush=True)
     except (ValueError, OSError, jsonargparse.ArgumentError) as error:
-        print(f"cosmoflow_ipu: error: {' '.join(str(error).split())}", file=sys.stderr)
+        cli.report(" ".join(str(error).split()), prog="cosmoflow_ipu")
         return 2
     return 0
 
@@ -363,7 +363,7 @@ def _other(name: str, words: list[str]) -> int:
             raise UsageError("generate needs --output-dir DIR, the folder to write to")
         return run(given)
     except (ValueError, OSError) as error:  # UsageError is one
-        print(f"cosmoflow_ipu {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        cli.report(" ".join(str(error).split()), prog=f"cosmoflow_ipu {name}")
         return 2
     except KeyboardInterrupt:
         print(f"cosmoflow_ipu {name}: interrupted; the same command goes on from here", file=sys.stderr)
@@ -373,6 +373,8 @@ def _other(name: str, words: list[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if cli.is_answered_by_the_first(words):
+        return 0
     if words and words[0] in ("generate", "show"):
         return _other(words[0], words[1:])
     if words[:1] == ["average"]:

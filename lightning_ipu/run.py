@@ -29,13 +29,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_ipu import averaging, machine
+from lightning_ipu import averaging, cli, machine
 from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines, score_table
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically, write_scores
-from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.plan import Plan
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import weight_updates_in
 from lightning_ipu.strategy import IPUStrategy
@@ -88,8 +88,7 @@ def run_command(
         if not _is_meant_for_people(error):
             raise
         started = signals.display is not None and signals.display.started
-        if rank_zero_only.rank == 0 or not isinstance(error, PlanError):  # which all processes refuse alike
-            print(f"{command.prog}: error: {_one_line(error)}", file=sys.stderr)
+        cli.report(_one_line(error), prog=command.prog)
         return 1 if started else 2
     return 0
 
