@@ -57,7 +57,7 @@ from lightning_ipu.engine.distributed import (
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.half import SixteenBit
 from lightning_ipu.host_events import events_of, validation_interval
-from lightning_ipu.launcher import Launcher
+from lightning_ipu.launcher import Launcher, let_signals_end
 from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
@@ -260,8 +260,9 @@ class IPUStrategy(DDPStrategy):
             self._restored, self._epoch, self._between_steps = None, None, True
         Strategy.setup_environment(self)
         if self._process_count > 1:
-            self._meet_apart_from_earlier_attempts()
-            self.setup_distributed()
+            with self._launcher.meeting():
+                self._meet_apart_from_earlier_attempts()
+                self.setup_distributed()
             atexit.unregister(_leave_process_group)
             atexit.register(_leave_process_group)
             # Averages are over all processes already when Lightning sees them.
@@ -967,12 +968,6 @@ class IPUStrategy(DDPStrategy):
         self._user_settings = {}
         super().teardown()
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Say which of the processes that the launcher started ended first: the others only see a connection that broke."""
-        if self._launcher is not None:
-            self._launcher.name_the_dead()
-
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -986,6 +981,7 @@ def _leave_process_group() -> None:
     issue 190489; seen with torch 2.14 after a run that had succeeded). Destroying the group joins its threads unless somebody still
     refers to it, so they are given a moment as well.
     """
+    let_signals_end()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     time.sleep(0.1)

@@ -1,6 +1,7 @@
 """An error is said once, in one line, however many processes meet it or lose one another through it."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,21 @@ def test_what_all_processes_refuse_is_printed_by_the_first(words, tmp_path):
 def test_help_is_printed_once(tmp_path):
     done = run(tmp_path, "--help")
     assert done.returncode == 0 and done.stdout.count("usage:") == 1
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, []], ids=["torchrun", "Lightning's launcher"])
+def test_an_error_of_the_first_process_alone_is_not_buried_by_the_others(launcher, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    more = [] if launcher else ["--processes", "2"]
+    done = run(tmp_path, *TINY, *more, "--output-dir", "file", launcher=launcher)
+    assert done.returncode != 0
+    assert errors(done) == ["resnet_ipu: error: cannot write in the output directory file: File exists"]
+
+
+def test_an_address_that_is_in_use_is_one_line_and_leaves_no_process(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        # The children hold the pipes: that this returns says that they have ended.
+        done = run(tmp_path, *TINY, "--processes", "2", launcher=[], MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): another program uses this port" in done.stderr
