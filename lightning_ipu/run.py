@@ -33,6 +33,7 @@ from lightning_ipu import averaging, cli, machine
 from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines, score_table
 from lightning_ipu.host_events import EventsPerEpoch
+from lightning_ipu.launcher import Launcher
 from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically, write_scores
 from lightning_ipu.plan import Plan
@@ -82,14 +83,19 @@ def run_command(
     keep_quiet(command.prog)
     signals = SignalHandler()
     signals.install()
+    signals.listen()
     try:
         (line or CommandLine)(command, list(arguments), signals=signals, validate=validate, test=test)
     except Exception as error:
         if not _is_meant_for_people(error):
             raise
+        if Launcher.children is not None:
+            Launcher.children.fail()
         started = signals.display is not None and signals.display.started
         cli.report(_one_line(error), prog=command.prog)
         return 1 if started else 2
+    finally:
+        signals.release()
     return 0
 
 
