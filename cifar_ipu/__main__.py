@@ -298,6 +298,8 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if cli.is_answered_by_the_first(words):
+        return 0
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="cifar_ipu", version=_version)
     parser = cli.build_parser(prog="cifar_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from lightning_ipu import cli  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.placement import Placement  # noqa: E402
+from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 
 if TYPE_CHECKING:
     from cosmoflow_ipu.data import CosmoFlowDataModule
@@ -105,6 +107,7 @@ OPTIONS = (
     Option(name="--stop-at-mae", group=_TRAINING, type=positive(float), metavar="X", help="end when the validation's mean absolute error is at most X; the benchmark's: 0.124"),
     Option(name="--test", group=_TRAINING, type=bool, help="score universes of a test set as well, at the end"),
     #
+    Option(name="--processes", group=_RUN, key="trainer.devices", type=positive(), shown="1, or torchrun's", help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages"),
     *cli.MACHINE_OPTIONS,
     Option(name="--steps-per-log", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="rows of metrics.csv"),
     Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
@@ -113,8 +116,8 @@ OPTIONS = (
     *cli.CHECKPOINT_OPTIONS,
     #
     Option(name="--use-estimator", group="", refused="TensorFlow's Estimator does not exist here; there is one way to train, with the same numbers"),
-    Option(name="--distributed", group="", refused="processes come from torchrun's environment (the original ignored this option)"),
-    Option(name="-d", group="", refused="processes come from torchrun's environment (the original ignored this option)"),
+    Option(name="--distributed", group="", refused="use --processes, or torchrun (the original ignored this option)"),
+    Option(name="-d", group="", refused="use --processes, or torchrun (the original ignored this option)"),
     Option(name="--verbose", group="", refused="the table at the start and metrics.csv tell what there is to tell"),
     Option(name="-v", group="", refused="the table at the start and metrics.csv tell what there is to tell"),
     Option(name="--profiling", group="", refused="an IPU's profile does not exist here"),
@@ -145,7 +148,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     configured = "config" in given
     options = [option for option in OPTIONS if option.dest in given] if configured else OPTIONS
     settings = cli.settings_of(given, options)
-    _settle_plan(given, settings)
+    _settle_plan(given, settings, configured=configured)
     _settle_data(given, settings, configured=configured)
     if "lr" not in given and ("optimizer" in given or not configured):
         settings["model.learning_rate"] = {"SGD": 0.02, "Adadelta": 0.5}.get(settings["model.optimizer"], 0.001)
@@ -166,7 +169,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     return config + cli.lightning_arguments(settings)
 
 
-def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> None:
+def _settle_plan(given: dict[str, Any], settings: dict[str, Any], *, configured: bool) -> None:
     """Replicas and stages: as in the original program, --num-ipus alone means replicas."""
     splits, ipus, replicas = given.get("pipeline_splits"), given.get("num_ipus"), given.get("replication_factor")
     stages = len(splits) + 1 if splits else 1
@@ -182,6 +185,12 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> None:
             settings["trainer.strategy.num_stages"] = ipus // replicas
     if replicas is not None:
         settings["trainer.strategy.replication_factor"] = replicas
+    if "processes" in given and not configured:  # else the strategy looks at it, with the configuration's plan
+        stages = settings.get("trainer.strategy.num_stages", stages)
+        try:
+            Placement(plan=Plan(replication_factor=replicas or 1, num_stages=stages), processes=given["processes"])
+        except PlanError as error:
+            raise UsageError(f"--processes: {error}") from None
 
 
 def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, configured: bool) -> None:
@@ -305,7 +314,7 @@ def _benchmark_data(arguments: list[str]) -> int:
         for epoch, (bandwidth, rate) in enumerate(reading_rates(data, epochs=3), start=1):
             print(f"{epoch}, {bandwidth:.3f}, {rate:.1f}", flush=True)
     except (ValueError, OSError, jsonargparse.ArgumentError) as error:
-        print(f"cosmoflow_ipu: error: {' '.join(str(error).split())}", file=sys.stderr)
+        cli.report(" ".join(str(error).split()), prog="cosmoflow_ipu")
         return 2
     return 0
 
@@ -363,7 +372,7 @@ def _other(name: str, words: list[str]) -> int:
             raise UsageError("generate needs --output-dir DIR, the folder to write to")
         return run(given)
     except (ValueError, OSError) as error:  # UsageError is one
-        print(f"cosmoflow_ipu {name}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        cli.report(" ".join(str(error).split()), prog=f"cosmoflow_ipu {name}")
         return 2
     except KeyboardInterrupt:
         print(f"cosmoflow_ipu {name}: interrupted; the same command goes on from here", file=sys.stderr)
@@ -373,6 +382,8 @@ def _other(name: str, words: list[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if cli.is_answered_by_the_first(words):
+        return 0
     if words and words[0] in ("generate", "show"):
         return _other(words[0], words[1:])
     if words[:1] == ["average"]:

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -35,6 +36,7 @@ __all__ = [
     "choice",
     "fraction_or_count",
     "frequency",
+    "is_answered_by_the_first",
     "lightning_arguments",
     "main",
     "names",
@@ -43,10 +45,12 @@ __all__ = [
     "parse",
     "positive",
     "precision_choice",
+    "report",
     "settings_of",
     "warn",
 ]
 
+SECONDS_FOR_THE_FIRST = 10.0  # in which the first process says an error and the others are ended
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -378,8 +382,32 @@ def lightning_arguments(settings: Mapping[str, Any]) -> list[str]:
 
 def warn(text: str, *, prog: str) -> None:
     """Say what is worth a line before a run begins; of several processes the first does."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{prog}: warning: {text}", file=sys.stderr)
+    _say_once(f"{prog}: warning: {text}")
+
+
+def report(text: str, *, prog: str) -> None:
+    """Print the error that ends this process, once for all of them: what they refuse alike, the first says at once.
+
+    torchrun ends all as soon as one has ended, maybe before the first has spoken: so the others wait for that, or for the end of the
+    process that started them, and speak only where neither comes, because the error is theirs alone.
+    """
+    parent, deadline = machine.LAUNCHED_BY or os.getppid(), time.monotonic() + SECONDS_FOR_THE_FIRST
+    while machine.started_rank() > 0 and time.monotonic() < deadline:
+        if os.getppid() != parent:
+            return
+        time.sleep(0.1)
+    print(f"{prog}: error: {text}", file=sys.stderr, flush=True)
+
+
+def is_answered_by_the_first(arguments: Sequence[str]) -> bool:
+    """Whether the words ask for a help or the version, and another process prints it."""
+    asks = any(word in ("-h", "--help", "--version", "--print_config") for word in arguments)
+    return asks and machine.started_rank() > 0
+
+
+def _say_once(line: str) -> None:
+    if machine.started_rank() == 0:
+        print(line, file=sys.stderr)
 
 
 def output_directory(given: Mapping[str, Any]) -> str:
@@ -408,7 +436,7 @@ def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dic
         )
     for option in options:
         if option.dest in before and option.dest in given and before[option.dest] != given[option.dest]:
-            print(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}", file=sys.stderr)
+            _say_once(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}")
     return configs.overlay(before, given, options)
 
 
@@ -429,7 +457,7 @@ def average(words: Sequence[str], *, prog: str, version: Callable[[], str]) -> i
 
         print(write_average(given))
     except (ValueError, OSError) as error:  # UsageError is one
-        print(f"{prog} average: error: {' '.join(str(error).split())}", file=sys.stderr)
+        report(" ".join(str(error).split()), prog=f"{prog} average")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -470,7 +498,7 @@ def main(
             words = [*settle(given), *lightning_arguments({"short_options": kept})]
             lightning, form = ["fit" if given.get("training", True) else "validate", *words], {"short": True, "given": given}
         except (UsageError, configs.ConfigError) as error:
-            print(f"{parser.prog}: error: {error}", file=sys.stderr)
+            report(str(error), prog=parser.prog)
             return 2
     try:
         machine.load("lightning_ipu.run")

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from pytorch_lightning.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
+from lightning_ipu.machine import LAUNCHED_BY, LAUNCHED_BY_VARIABLE
+from lightning_ipu.plan import PlanError
+
 GRACE = 10.0  # seconds in which a process that lost another may still end by itself, with its own traceback
-_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
-_LAUNCHED_BY = int(os.environ.pop(_VARIABLE, "0"))  # taken out at once: what this process itself may start is not rank 0's
+_OTHER_IS_GONE = (  # what gloo and torch's store say of it
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "recvd EOF",
+    "failed to connect",
+    "failed to recv",
+    "Socket closed",
+    "Timed out waiting",
+    "Application timeout",
+)
+
+
+class AgreedStop(SystemExit):
+    """The end by a signal after the same weight update in all processes: none of them is missed by another."""
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether the error only says that another process is gone: gloo raises plain RuntimeErrors, which their texts tell apart."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHER_IS_GONE)
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -27,68 +56,190 @@ class Launcher(_SubprocessScriptLauncher):
     processes still met ended without a word.
     """
 
+    children: Children | None = None  # of this process, whichever of its Trainers started them
+
     @override
-    def launch(self, function: Callable, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(self, function: Callable, *args: Any, trainer: Trainer, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self._named = threading.Event()
         finished = threading.Event()
         if not self.cluster_environment.creates_processes_externally:
-            os.environ[_VARIABLE] = str(os.getpid())
+            os.environ[LAUNCHED_BY_VARIABLE] = str(os.getpid())
             try:
                 self._call_children_scripts()
             finally:
-                del os.environ[_VARIABLE]
-            threading.Thread(target=self._watch_launched, daemon=True).start()
-        elif _LAUNCHED_BY and os.name == "posix":  # elsewhere a virtual environment's python is a parent in between
+                del os.environ[LAUNCHED_BY_VARIABLE]
+            Launcher.children = Children(self.procs, first=self._rank(0), total=self.num_processes * self.num_nodes)
+        elif LAUNCHED_BY and os.name == "posix":  # elsewhere a virtual environment's python is a parent in between
             threading.Thread(target=self._watch_launcher, args=(finished,), daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
+        if Launcher.children is not None:
+            Launcher.children.begin(trainer)
         try:
             return function(*args, **kwargs)
+        except BaseException as error:
+            if Launcher.children is not None:
+                Launcher.children.end_by(error)
+            elif lost_another(error):
+                self._let_the_cause_be_told(trainer)
+            raise
         finally:
             finished.set()
 
-    def name_the_dead(self) -> None:
-        """After an exception in this process: wait for the name of another that died before it, and take no later one for the cause."""
-        if self.procs:
-            self._named.wait(timeout=3)
-            self._named.set()
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """In here all processes find each other, after which one that is gone breaks a connection; the first says what keeps it waiting."""
+        environment, total = self.cluster_environment, self.num_processes * self.num_nodes
+        place = f"{environment.main_address}:{environment.main_port}"
+        word = threading.Timer(GRACE, _say, [f"still waiting for all {total} processes at {place}"])
+        word.daemon = True
+        if environment.global_rank() == 0:
+            word.start()
+        try:
+            yield
+        except torch.distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise PlanError(
+                f"the processes cannot meet at {place} (MASTER_ADDR, MASTER_PORT): another program uses this port; give a free one, or unset"
+                " MASTER_PORT to have one found"
+            ) from None
+        finally:
+            word.cancel()
+        if Launcher.children is not None:
+            Launcher.children.met = True
 
-    def _watch_launched(self) -> None:
-        """In rank 0, to its end: a launched process that failed ends them all."""
-        failed: list[tuple[int, int]] = []
-        while not failed:
-            time.sleep(0.2)
-            statuses = [process.poll() for process in self.procs]
-            if all(status == 0 for status in statuses):
-                return
-            failed = [(status, local) for local, status in enumerate(statuses, start=1) if status]
-        status, local = min(failed)  # signals are negative: they come before the exceptions of those that lost their neighbour
-        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
-        if not self._named.is_set():
-            self._say(f"process {self._rank(local)} of {self.num_processes * self.num_nodes} ended {how}, and with it the run")
-        self._named.set()
-        time.sleep(GRACE)
-        for process in self.procs:
-            process.kill()
-        self._end()
+    def _let_the_cause_be_told(self, trainer: Trainer) -> None:
+        """In a process that lost another: end without a word of its own where whoever started the processes ends it or is gone itself.
+
+        What happened is known there: torchrun and rank 0 name the process that died, and rank 0 prints an error of its own.
+        """
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline:
+            if trainer.strategy.progress.stop_signal is not None or trainer.received_sigterm:
+                raise SystemExit(1)
+            if self._launcher_is_gone():
+                self._say_so()
+                raise SystemExit(1)
+            time.sleep(0.1)
 
     def _watch_launcher(self, finished: threading.Event) -> None:
         """In a launched process, while it fits or evaluates: it does not outlive rank 0, which may be where no connection tells of it."""
-        while os.getppid() == _LAUNCHED_BY:
+        while not self._launcher_is_gone():
             if finished.wait(timeout=0.5):
                 return
         if not finished.wait(timeout=GRACE):
-            self._say(f"process {self._rank(0)} of {self.num_processes * self.num_nodes}, which started this one, is gone")
-            self._end()
+            self._say_so()
+            _end()
+
+    @staticmethod
+    def _launcher_is_gone() -> bool:
+        return bool(LAUNCHED_BY) and os.name == "posix" and os.getppid() != LAUNCHED_BY
+
+    def _say_so(self) -> None:
+        if self.cluster_environment.local_rank() == 1:  # once for this node
+            _say(f"process {self._rank(0)} of {self.num_processes * self.num_nodes}, which started this one, is gone")
 
     def _rank(self, local: int) -> int:
         return self.cluster_environment.node_rank() * self.num_processes + local
 
-    @staticmethod
-    def _say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
-    @staticmethod
-    def _end() -> None:
-        sys.stdout.flush()
-        os._exit(1)  # the main thread may be in a collective, where no exception reaches it
+class Children:
+    """The processes that this one, the first on its node, has started: watched by a thread, and gone when this one is.
+
+    Args:
+        first: rank of this process; those of the others follow.
+        total: processes of the run, on all nodes.
+    """
+
+    def __init__(self, processes: list[subprocess.Popen], *, first: int, total: int) -> None:
+        self.processes, self.first, self.total = processes, first, total
+        self.met = False  # whether all processes of the run have found each other
+        self._trainer: Trainer | None = None
+        self._failed = self._is_missing_one = False
+        self._named = threading.Event()
+        atexit.register(self._end_together)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def begin(self, trainer: Trainer) -> None:
+        """This process begins to fit or evaluate."""
+        self._trainer, self._failed = trainer, False
+
+    def end_by(self, error: BaseException) -> None:
+        """After an exception in this process: wait for the name of another that died before it, and take no later one for the cause."""
+        self._failed = not isinstance(error, (AgreedStop, _TunerExitException))
+        self._is_missing_one = lost_another(error)
+        if isinstance(error, RuntimeError):
+            self._named.wait(timeout=3)
+        if self._failed:
+            self._named.set()
+
+    def fail(self) -> None:
+        """This process ends with an error that has been told: the others are to end as well, and none of them is the cause."""
+        self._failed = True
+        self._named.set()
+
+    def _watch(self) -> None:
+        """To the end of this process: another one that failed ends them all."""
+        while not (failed := self._dead()):
+            time.sleep(0.2)
+        self._name(failed)
+        for process in self.processes:  # those that wait for the cause to be told need not wait longer
+            process.terminate()
+        time.sleep(GRACE)
+        for process in self.processes:
+            process.kill()
+        _end()
+
+    def _dead(self) -> list[tuple[int, int]]:
+        """The processes that have ended and should not have: their statuses and local ranks."""
+        ended = [(process.poll(), local) for local, process in enumerate(self.processes, start=1)]
+        good = {None}
+        if self.met and not self._is_missing_one:
+            good.add(0)
+            if self._trainer is not None and (signum := self._trainer.strategy.progress.stop_signal) is not None:
+                good |= {128 + signum, -signum}  # the latter by a second signal, at the very end
+        return [(status, local) for status, local in ended if status not in good]
+
+    def _name(self, failed: list[tuple[int, int]]) -> None:
+        status, local = min(failed)  # signals are negative: they come before the exceptions of those that lost their neighbour
+        how = f"by signal {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+        if not self._named.is_set():
+            _say(f"process {self.first + local} of {self.total} ended {how}, and with it the run")
+        self._named.set()
+
+    def _end_together(self) -> None:
+        """At this process's end: wait for the others to end well, or end them if it failed itself."""
+        let_signals_end()
+        failed = self._failed or hasattr(sys, "last_value")  # an exception that nobody caught
+        if failed:
+            self._named.set()
+            for process in self.processes:
+                process.terminate()
+        deadline = time.monotonic() + GRACE
+        for local, process in enumerate(self.processes, start=1):
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                if failed:
+                    process.kill()
+                else:
+                    _say(f"waiting for process {self.first + local} of {self.total} to end")
+                process.wait()
+        if not failed and (dead := self._dead()):
+            self._name(dead)
+            _end()
+
+
+def let_signals_end() -> None:
+    """From now on a signal ends the process: at the program's end a handler's exception would only be printed."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    os._exit(1)  # the main thread may be in a collective, where no exception reaches it

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,8 +22,12 @@ from lightning_ipu.averaging import OF_CHECKPOINTS
 from lightning_ipu.checkpoint import link
 from lightning_ipu.display import RunDisplay
 from lightning_ipu.host_events import EventsPerEpoch
+from lightning_ipu.launcher import AgreedStop
 from lightning_ipu.output import MetricsFile
 from lightning_ipu.resume import KEY, weight_updates_in
+
+if hasattr(os, "register_at_fork"):  # a loader's process would tell of its own signals as if they were this one's
+    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
 
 LAST = "last.ckpt"
 SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys
@@ -48,17 +54,51 @@ def stages_of(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
 
 
 class SignalHandler:
-    """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once."""
+    """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once.
+
+    Python calls a handler between two of its own instructions, never inside a call of C++: a process that waits there for others, which
+    may not come for half an hour, would be deaf. So a thread, too, is told of every signal (it reads the number from a socket that Python's
+    C handler writes to), and ends the process that a signal should have ended 2 s ago.
+    """
 
     def __init__(self) -> None:
         self.display: RunDisplay | None = None
         self.trainer: pl.Trainer | None = None  # while it trains
         self.received: int | None = None
+        self._over = threading.Event()
+        self._told: socket.socket | None = None
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._handle)
             signal.signal(signal.SIGTERM, self._handle)
+
+    def listen(self) -> None:
+        """Start the thread that ends a deaf process, until `release`."""
+        if threading.current_thread() is threading.main_thread():
+            heard, self._told = socket.socketpair()
+            self._told.setblocking(False)
+            signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._end_the_deaf, args=(heard,), daemon=True).start()
+
+    def release(self) -> None:
+        """The run is over: what follows is not ended from here."""
+        self._over.set()
+        if self._told is not None:
+            signal.set_wakeup_fd(-1)
+            self._told.close()
+
+    def _end_the_deaf(self, heard: socket.socket) -> None:
+        asked = False
+        with heard:
+            while number := heard.recv(1):
+                signum = number[0]
+                if signum not in (signal.SIGINT, signal.SIGTERM):
+                    continue
+                if self.trainer is not None and not asked:
+                    asked = True
+                elif not self._over.wait(2):
+                    os._exit(128 + signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.trainer is None or self.received is not None:
@@ -172,10 +212,11 @@ class RunCheckpoints(Callback):
     def _end_if_asked(self, trainer: pl.Trainer, signum: int | None) -> None:
         if signum is None or trainer is not self.signals.trainer:
             return
+        trainer.strategy.progress.stop_signal = signum  # in the processes, too, that did not receive it: the others' end is no death
         self._save(trainer)
         self.signals.trainer = None
         self.signals.say(f"stopped after {trainer.global_step:,} weight updates; the state is saved in {self.directory / LAST}")
-        raise SystemExit(128 + signum)
+        raise AgreedStop(128 + signum)
 
 
 class BestCheckpoint(ModelCheckpoint):

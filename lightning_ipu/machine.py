@@ -1,4 +1,4 @@
-"""What a command settles before its first big allocation: cores, memory, and how the big libraries are loaded.
+"""What a command settles before its first big allocation: its place among processes, cores, memory, and how the big libraries are loaded.
 
 None of them is part of the plan: they move the speed and, at most, a sum's last bit. Each gives way to what the user set in
 the environment. Nothing here imports torch before it is needed. How OpenMP's threads wait for one another is left as it is: made to
@@ -14,11 +14,26 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "load", "set_threads", "usable_cores"]
+__all__ = ["keep_freed_memory", "load", "set_threads", "started_rank", "usable_cores"]
+
+LAUNCHED_BY_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
+LAUNCHED_BY = int(os.environ.pop(LAUNCHED_BY_VARIABLE, "0"))  # taken out at once: what this process itself may start is not rank 0's
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # glibc's malloc.h
 _LARGEST_INT = 2**31 - 1
 _ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES", "LD_PRELOAD")
+
+
+def started_rank() -> int:
+    """This process's number among those that a launcher started: ours, torchrun or srun; 0 where none did.
+
+    What else the environment holds (RANK, SLURM_PROCID, JSM_NAMESPACE_RANK) may be left over from another run, or be an allocation's.
+    """
+    if LAUNCHED_BY:
+        return int(os.environ["LOCAL_RANK"])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["RANK"])
+    return int(os.environ.get("SLURM_PROCID", "0")) if "SLURM_STEP_ID" in os.environ else 0
 
 
 def usable_cores(*, root: str | Path = "/") -> int:

@@ -29,13 +29,14 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_ipu import averaging, machine
+from lightning_ipu import averaging, cli, machine
 from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines, score_table
 from lightning_ipu.host_events import EventsPerEpoch
+from lightning_ipu.launcher import Launcher
 from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically, write_scores
-from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.plan import Plan
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import weight_updates_in
 from lightning_ipu.strategy import IPUStrategy
@@ -78,18 +79,23 @@ def run_command(
     pass over the test set; ``line`` is a class that does something else with what it builds. What a person can put right (a setting, a
     file) ends in one line, with status 2 before the run has begun and 1 after; faults of the program keep their traceback.
     """
+    rank_zero_only.rank = machine.started_rank()  # until the Trainer knows: Lightning takes leftovers in the environment for it
     keep_quiet(command.prog)
     signals = SignalHandler()
     signals.install()
+    signals.listen()
     try:
         (line or CommandLine)(command, list(arguments), signals=signals, validate=validate, test=test)
     except Exception as error:
         if not _is_meant_for_people(error):
             raise
+        if Launcher.children is not None:
+            Launcher.children.fail()
         started = signals.display is not None and signals.display.started
-        if rank_zero_only.rank == 0 or not isinstance(error, PlanError):  # which all processes refuse alike
-            print(f"{command.prog}: error: {_one_line(error)}", file=sys.stderr)
+        cli.report(_one_line(error), prog=command.prog)
         return 1 if started else 2
+    finally:
+        signals.release()
     return 0
 
 
@@ -312,15 +318,12 @@ class CommandLine(LightningCLI):
                 title=self.command.prog, facts=facts, val_loss=VAL_LOSS, val_accuracy=VAL_ACCURACY, log_interval=config.log_interval
             )
             self.signals.display = self.display
-            if rank_zero_only.rank == 0:
-                callbacks.append(self.display)
-            else:
-                kwargs["enable_progress_bar"] = False
-        if self.subcommand == "fit" and not settings.fast_dev_run:
-            if rank_zero_only.rank == 0:
-                self.output = OutputDirectory(directory)
-            if settings.logger in (None, True):
-                kwargs["logger"] = self._loggers(directory) if rank_zero_only.rank == 0 else False
+            callbacks.append(self.display)
+        writes = self.subcommand == "fit" and not settings.fast_dev_run
+        own_loggers = settings.logger in (None, True)
+        if own_loggers:
+            kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
+        if writes:
             kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
             kept["half_type"] = config.half_type
             fit = self.config_init[self.subcommand]
@@ -333,14 +336,18 @@ class CommandLine(LightningCLI):
                 events=fit.events,
             )
             callbacks.insert(0, self.checkpoints)  # before the display's clock goes on
-        elif settings.logger in (None, True):
-            kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
         trainer = super().instantiate_trainer(callbacks=callbacks, **kwargs)
         trainer.callbacks.sort(key=lambda callback: not isinstance(callback, EventsPerEpoch))  # first: what it refuses has not begun
         if not isinstance(trainer.strategy, IPUStrategy):
             raise MisconfigurationException(
                 f"trainer.strategy: {type(trainer.strategy).__name__} has no plan; this command runs under IPUStrategy"
             )
+        if not trainer.is_global_zero:  # only now that is known, of the first process of another machine, too
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self.display]
+        elif writes:
+            self.output = OutputDirectory(directory)
+            if own_loggers:
+                trainer.loggers = self._loggers(directory)
         return trainer
 
     def _run_length(self) -> tuple[dict[str, int], str | None]:

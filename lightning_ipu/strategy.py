@@ -59,7 +59,7 @@ from lightning_ipu.engine.distributed import (
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.half import SixteenBit
 from lightning_ipu.host_events import events_of, validation_interval
-from lightning_ipu.launcher import Launcher
+from lightning_ipu.launcher import Launcher, let_signals_end
 from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
@@ -222,6 +222,8 @@ class IPUStrategy(DDPStrategy):
             self.num_nodes = world // local
         elif isinstance(environment, SLURMEnvironment) and "SLURM_STEP_ID" not in os.environ:
             self.cluster_environment = LightningEnvironment()  # inside an allocation, but not started by srun: on its own
+        if self._process_count == 1 and type(self.cluster_environment) is LightningEnvironment:
+            self.cluster_environment = _OneProcess()
         super().set_world_ranks()
 
     @override
@@ -262,8 +264,9 @@ class IPUStrategy(DDPStrategy):
             self._restored, self._epoch, self._between_steps = None, None, True
         Strategy.setup_environment(self)
         if self._process_count > 1:
-            self._meet_apart_from_earlier_attempts()
-            self.setup_distributed()
+            with self._launcher.meeting():
+                self._meet_apart_from_earlier_attempts()
+                self.setup_distributed()
             atexit.unregister(_leave_process_group)
             atexit.register(_leave_process_group)
             # Averages are over all processes already when Lightning sees them.
@@ -1018,12 +1021,6 @@ class IPUStrategy(DDPStrategy):
             )
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Say which of the processes that the launcher started ended first: the others only see a connection that broke."""
-        if self._launcher is not None:
-            self._launcher.name_the_dead()
-
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -1037,6 +1034,7 @@ def _leave_process_group() -> None:
     issue 190489; seen with torch 2.14 after a run that had succeeded). Destroying the group joins its threads unless somebody still
     refers to it, so they are given a moment as well.
     """
+    let_signals_end()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     time.sleep(0.1)
@@ -1163,6 +1161,18 @@ def _refuse_changed_parameters(module: LightningModule, versions: list[int]) -> 
                 f"the training step of {type(module).__name__} changes the parameter {name!r}, and of several processes each runs a share of"
                 " the steps; change it once per weight update, in on_before_zero_grad, or use one process"
             )
+
+
+class _OneProcess(LightningEnvironment):
+    """The environment of a run of one process: the first of its kind, whatever another run has left in the environment's variables."""
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
 
 
 def _refuse_leftovers(environment: ClusterEnvironment) -> None:

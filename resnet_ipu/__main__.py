@@ -1017,7 +1017,7 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
     try:
         imagenet = _is_imagenet(arguments)
     except UsageError as error:
-        print(f"resnet_ipu: error: {error}", file=sys.stderr)
+        cli.report(str(error), prog="resnet_ipu")
         return 2
     command = Command(
         prog="resnet_ipu",
@@ -1147,7 +1147,7 @@ goes on."""
             on_bad_image=given.get("on_bad_image", "raise"),
         )
     except (ValueError, OSError) as error:  # UsageError is one
-        print(f"resnet_ipu convert: error: {' '.join(str(error).split())}", file=sys.stderr)
+        cli.report(" ".join(str(error).split()), prog="resnet_ipu convert")
         return 2
     except KeyboardInterrupt:
         print("resnet_ipu convert: interrupted; the same command goes on from here", file=sys.stderr)
@@ -1158,6 +1158,8 @@ goes on."""
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if cli.is_answered_by_the_first(words):
+        return 0
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="resnet_ipu", version=_version)
     if words[:1] == ["convert"]:
