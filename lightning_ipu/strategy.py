@@ -671,8 +671,8 @@ class IPUStrategy(DDPStrategy):
             index, count = self._evaluation_share
             shared = {"limit": limit, "index": index, "count": count}
         data = EvaluationData(loader, seed=self.seed, **shared)
-        if shared and isinstance(limit, float) and limit < 1.0:
-            setattr(trainer, name, data.total)  # Lightning would take a share of this process's batches once more
+        if shared and isinstance(limit, float):
+            setattr(trainer, name, 1.0)  # Lightning would take a share of this process's batches once more
         if data.left_out:
             rank_zero_info(
                 f"Evaluation scores every sample: drop_last=True of the loader would leave out {data.left_out} and is not applied."
