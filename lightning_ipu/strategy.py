@@ -298,6 +298,7 @@ class IPUStrategy(DDPStrategy):
         if self._processes is not None:
             broadcast_state(module)
             self._metrics = SharedMetrics(module, self._processes.gathered)
+            self._own_epochs(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             blocks = recompute_blocks(module, self.recompute)
             self._user_settings = {name: getattr(trainer, name) for name in ("accumulate_grad_batches", "limit_train_batches")}
@@ -706,8 +707,6 @@ class IPUStrategy(DDPStrategy):
             self._recorder.begin_epoch()
             self._row: dict[str, float] = {}
             self._logged_in_epoch = False
-        if self._processes is not None:
-            self._metrics.begin()
         self._epoch, self.progress.updates_done = trainer.current_epoch, first // self.plan.micro_batches_per_update
         return trainer.current_epoch, first
 
@@ -816,6 +815,8 @@ class IPUStrategy(DDPStrategy):
         run_update = trainer.global_step + (self._scaling.skipped if self._scaling else 0)  # one that is skipped has a number as well
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
         self._agreed_stop = None
+        if self._processes is not None:
+            self._metrics.begin()
 
         try:
             with preserved_streams(self.root_device), recorder.recording():
@@ -859,8 +860,6 @@ class IPUStrategy(DDPStrategy):
             fetcher = trainer.fit_loop._data_fetcher
             fetcher.fetched, fetcher.done, epoch_loop.batch_progress.is_last_batch = fetcher.fetched + undone, False, False
 
-        if self._processes is not None and epoch_loop.batch_progress.is_last_batch:
-            self._metrics.share()
         rows = self._recorder.replay("training_step")
         connector, every = trainer._logger_connector, trainer.log_every_n_steps
         first = epoch_loop._batches_that_stepped
@@ -879,6 +878,24 @@ class IPUStrategy(DDPStrategy):
             connector.log_metrics(_as_tensors(row))  # a short epoch still shows one training loss
 
     # ---- Evaluation ---------------------------------------------------------------------------------------------------------
+
+    def _own_epochs(self, trainer: Trainer) -> None:
+        """Where several processes run: be called when Lightning turns from a step's values to an epoch's, and around evaluated batches."""
+        connector = trainer._logger_connector
+        connector.epoch_end_reached = partial(self._epoch_end_reached, connector)
+        for loop in _evaluation_loops(trainer):
+            loop._evaluation_step = partial(self._evaluate_batch, loop)
+
+    def _epoch_end_reached(self, connector: Any) -> None:
+        """However an epoch ends, and after every evaluation loader: merge the metrics, before any hook and any logger reads them."""
+        type(connector).epoch_end_reached(connector)
+        self._metrics.share()
+
+    def _evaluate_batch(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        """Lightning's evaluation of a batch with the hooks around it."""
+        if batch_idx == 0:
+            self._metrics.begin()
+        type(loop)._evaluation_step(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -903,8 +920,6 @@ class IPUStrategy(DDPStrategy):
             recorder = LogRecorder(module, gather=gather)
             recorder.muted = self._evaluates_in_pipeline and not processes.is_last
             self._evaluation |= {"recorder": recorder}
-            if processes:
-                self._metrics.begin()
         recorder: LogRecorder = self._evaluation["recorder"]
         step = getattr(super(), name)
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
@@ -929,8 +944,6 @@ class IPUStrategy(DDPStrategy):
                     output = step(*arguments)
         if batch_idx == 0:
             self._evaluation["every batch"] = any(gather(recorder.wants_steps)) if processes else False
-        if last and processes:
-            self._metrics.share()
         if last or self._evaluation["every batch"] or not processes and (recorder.weight is None or recorder.wants_steps):
             recorder.replay(name)
         return output
@@ -956,6 +969,9 @@ class IPUStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None:
             module.__dict__.pop("_on_before_batch_transfer", None)
+            vars(module.trainer._logger_connector).pop("epoch_end_reached", None)
+            for loop in _evaluation_loops(module.trainer):
+                vars(loop).pop("_evaluation_step", None)
         if self._engine is not None:
             self._engine = None
             self._recomputation.remove()
@@ -987,6 +1003,10 @@ def _leave_process_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     time.sleep(0.1)
+
+
+def _evaluation_loops(trainer: Trainer) -> list[Any]:
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def _with(plan: Plan, **changed: int) -> Plan:

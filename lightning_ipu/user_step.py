@@ -315,30 +315,48 @@ class SharedMetrics:
     """
 
     def __init__(self, module: LightningModule, gather: Gather) -> None:
-        self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
         self._module, self._gather = module, gather
-        for metric in self._metrics.values():
+        # Of each metric that was merged: its number of updates in all processes, and what was this process's own.
+        self._own: dict[str, tuple[int, tuple[int, dict[str, Any]] | None]] = {}
+        self._by_path()
+
+    def _by_path(self) -> dict[str, Metric]:
+        """The metrics there are by now (a MetricTracker makes new ones), told to leave other processes to us."""
+        metrics = {path: child for path, child in self._module.named_modules() if isinstance(child, Metric)}
+        for metric in metrics.values():
             metric.distributed_available_fn = _alone
-        self.begin()
+        return metrics
 
     def begin(self) -> None:
-        """From here on updates count."""
-        self._counts = {path: metric._update_count for path, metric in self._metrics.items()}
+        """Called before steps: every process goes on from its own states, where what was shared has not been reset."""
+        metrics = self._by_path()
+        for path, (count, own) in self._own.items():
+            if path in metrics and metrics[path]._update_count == count:
+                if own is None:
+                    Metric.reset(metrics[path])
+                else:
+                    load_metric_states(self._module, {path: own})
+        self._own = {}
 
     def share(self) -> None:
-        """Merge what has been updated since `begin`, process by process."""
-        load_metric_states(self._module, self.merged())
-        self.begin()
+        """Called before anyone computes: merge the states of all processes, process by process; once, until steps begin again."""
+        if not self._own:
+            own, merged = metric_states(self._module), self.merged()
+            load_metric_states(self._module, merged)
+            self._own = {path: (count, own.get(path)) for path, (count, _) in merged.items()}
 
     def merged(self) -> MetricStates:
-        """The states of all processes that have updated theirs since `begin`, in the order of processes, as one."""
-        states = {path: state for path, state in metric_states(self._module).items() if state[0] > self._counts[path]}
-        if not self._metrics:
+        """The states that all processes have updated, in the order of processes, as one."""
+        metrics, states = self._by_path(), metric_states(self._module)
+        if not metrics:
             return {}
+        for path, (count, own) in self._own.items():
+            if path in states and states[path][0] == count:
+                states[path] = own
         everyone = self._gather(states)
         merged: MetricStates = {}
-        for path, metric in self._metrics.items():
-            theirs = [states[path] for states in everyone if path in states]
+        for path, metric in metrics.items():
+            theirs = [states[path] for states in everyone if states.get(path)]
             if not theirs:
                 continue
             whole: dict[str, Any] = {}
