@@ -65,7 +65,15 @@ from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
 from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.user_step import LogRecorder, SharedMetrics, load_metric_states, metric_states, metrics_of, unchanged_metrics
+from lightning_ipu.user_step import (
+    LogRecorder,
+    SharedMetrics,
+    load_metric_states,
+    metric_states,
+    metrics_of,
+    unchanged_metrics,
+    undone_unless_finished,
+)
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
@@ -359,7 +367,9 @@ class IPUStrategy(DDPStrategy):
 
         def numbered_step(batch: Any, number: int) -> Any:
             self._recorder.number = number
-            return step(batch, number) if takes_index else step(batch)
+            # The stages before the last leave the step at its call of `self(...)`: what it did before counts on the last one.
+            with nullcontext() if self._processes.is_last else undone_unless_finished(self._recorder, metrics_of(module)):
+                return step(batch, number) if takes_index else step(batch)
 
         ours = isinstance(self.precision_plugin, SixteenBit)
         narrow = self.precision_plugin.narrow_update(optimizer, module, seed=self.seed) if ours else None
@@ -960,7 +970,13 @@ class IPUStrategy(DDPStrategy):
                 size=loader.user_loader.batch_size or loader.size,
                 context=self.precision_plugin.val_step_context,
             )
-        return pipelines[dataloader_idx].step(step, size=loader.size)
+        recorder, metrics = self._evaluation["recorder"], metrics_of(self.lightning_module)
+
+        def once() -> Any:  # it is run up to its call of `self(...)` everywhere, and then as a whole on the last stage
+            with undone_unless_finished(recorder, metrics):
+                return step()
+
+        return pipelines[dataloader_idx].step(once, size=loader.size)
 
     # ---- End ----------------------------------------------------------------------------------------------------------------
 

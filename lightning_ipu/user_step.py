@@ -153,6 +153,8 @@ class LogRecorder:
             return
         if arguments:
             options.update(zip(_OPTIONS, arguments, strict=False))
+        if self._gather is not None:  # what Lightning is told is over all processes already
+            options.pop("sync_dist", None)
         weight = options.pop("batch_size", None)
         weight = self.weight if weight is None else weight
         self.latest[name] = value
@@ -228,7 +230,8 @@ class LogRecorder:
         if isinstance(records[-1][0], _Forwarded):
             self._metrics[hook, name] = records[-1][0].metric
             LightningModule.log(self.module, name, records[-1][0].metric, **options)
-            meta = self._result_of(hook, name, options).meta
+            result = self._result_of(hook, name, options)
+            meta, result._forward_cache = result.meta, records[-1][0].step  # the metric's own is of the last step in this process
             for value, _, update in records:
                 if meta.on_step and meta.logger and value.step is not None:
                     rows[update][meta.forked_name(on_step=True)] = float(value.step)
@@ -398,18 +401,40 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 
 @contextmanager
 def unchanged_metrics(metrics: list[Metric]) -> Iterator[None]:
-    """Leave metrics as they were, whatever is done to them inside: they get copies of their states to work on."""
+    """Leave metrics as they were, whatever is done to them inside."""
+    put_back = _set_aside(metrics)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+@contextmanager
+def undone_unless_finished(recorder: LogRecorder, metrics: list[Metric]) -> Iterator[None]:
+    """Take back what a step has logged and added to metrics if it is left half-way: at a call of `self(...)` that others answer."""
+    put_back, logged = _set_aside(metrics), len(recorder._records)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        del recorder._records[logged:]
+        raise
+
+
+def _set_aside(metrics: list[Metric]) -> Callable[[], None]:
+    """Give metrics copies of their states to work on; returns what puts the states back."""
     before = [(metric, metric.metric_state, metric._update_count, metric._computed, metric._forward_cache) for metric in metrics]
     for metric, state, *_ in before:
         for name, value in state.items():
             setattr(metric, name, apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().clone()))
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for metric, state, *others in before:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed, metric._forward_cache = others
+
+    return put_back
 
 
 def _alone() -> bool:
