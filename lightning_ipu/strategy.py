@@ -796,6 +796,8 @@ class IPUStrategy(DDPStrategy):
         if type(batch) is HostStep:
             batch.shown = True
             return batch
+        if batch is None:  # one that only fills up the last round
+            return None
         if not self._user_transfers:
             return super().batch_to_device(batch, device, dataloader_idx)
         with self._evaluation_randomness(_TRANSFER):
@@ -902,10 +904,17 @@ class IPUStrategy(DDPStrategy):
         self._metrics.share()
 
     def _evaluate_batch(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        """Lightning's evaluation of a batch with the hooks around it."""
+        """Lightning's evaluation of a batch with the hooks around it, which do not hear of one that only fills up the last round."""
         if batch_idx == 0:
             self._metrics.begin()
-        type(loop)._evaluation_step(loop, batch, batch_idx, dataloader_idx, dataloader_iter)
+        is_filler = getattr(loop._combined_loader.flattened[dataloader_idx], "size", None) == 0
+        # What a pipeline's hooks add to metrics counts on the last stage, where the step is.
+        counts = self._processes.is_last or not self._evaluates_in_pipeline
+        with (
+            _unheard_batch(loop.trainer) if is_filler else nullcontext(),
+            nullcontext() if counts else unchanged_metrics(metrics_of(self.lightning_module)),
+        ):
+            type(loop)._evaluation_step(loop, None if is_filler else batch, batch_idx, dataloader_idx, dataloader_iter)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -1019,6 +1028,23 @@ def _leave_process_group() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     time.sleep(0.1)
+
+
+@contextmanager
+def _unheard_batch(trainer: Trainer) -> Iterator[None]:
+    """Let no callback and no hook of the module hear of the batch that is evaluated."""
+    callbacks, attributes = trainer.callbacks, vars(trainer.lightning_module)
+    names = [f"on_{'test' if trainer.testing else 'validation'}_batch_{end}" for end in ("start", "end")]
+    before = {name: attributes[name] for name in names if name in attributes}
+    trainer.callbacks = []
+    attributes.update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        trainer.callbacks = callbacks
+        for name in names:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _evaluation_loops(trainer: Trainer) -> list[Any]:
