@@ -71,6 +71,7 @@ from lightning_ipu.user_step import (
     load_metric_states,
     metric_states,
     metrics_of,
+    names_apart,
     unchanged_metrics,
     undone_unless_finished,
 )
@@ -892,9 +893,11 @@ class IPUStrategy(DDPStrategy):
     # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 
     def _own_epochs(self, trainer: Trainer) -> None:
-        """Where several processes run: be called when Lightning turns from a step's values to an epoch's, and around evaluated batches."""
+        """Where several processes run: be called before and after the hooks of an epoch's end, and around evaluated batches."""
         connector = trainer._logger_connector
         connector.epoch_end_reached = partial(self._epoch_end_reached, connector)
+        connector.on_epoch_end = partial(self._epoch_ended, connector)
+        self._told_apart: set[str] = set()
         for loop in _evaluation_loops(trainer):
             loop._evaluation_step = partial(self._evaluate_batch, loop)
 
@@ -902,6 +905,18 @@ class IPUStrategy(DDPStrategy):
         """However an epoch ends, and after every evaluation loader: merge the metrics, before any hook and any logger reads them."""
         type(connector).epoch_end_reached(connector)
         self._metrics.share()
+
+    def _epoch_ended(self, connector: Any) -> None:
+        """After the hooks of an epoch's end: say which logged values are not the same in every process."""
+        type(connector).on_epoch_end(connector)
+        logged = {name: float(value) for name, value in connector.trainer.callback_metrics.items()}
+        for name in names_apart(self._processes.gathered(logged)):
+            if name not in self._told_apart:
+                self._told_apart.add(name)
+                rank_zero_warn(
+                    f"self.log({name!r}, ...) was given another value in every process, outside of a step; what is shown is the first process's."
+                    " Log it in the step, or use a torchmetrics metric, which is merged over processes"
+                )
 
     def _evaluate_batch(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         """Lightning's evaluation of a batch with the hooks around it, which do not hear of one that only fills up the last round."""
@@ -994,7 +1009,8 @@ class IPUStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None:
             module.__dict__.pop("_on_before_batch_transfer", None)
-            vars(module.trainer._logger_connector).pop("epoch_end_reached", None)
+            for name in ("epoch_end_reached", "on_epoch_end"):
+                vars(module.trainer._logger_connector).pop(name, None)
             for loop in _evaluation_loops(module.trainer):
                 vars(loop).pop("_evaluation_step", None)
         if self._engine is not None:

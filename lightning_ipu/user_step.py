@@ -310,6 +310,20 @@ def _floats(name: str, values: list[Any]) -> list[float]:
     return [float(number) for number in numbers]
 
 
+def names_apart(everyone: list[dict[str, float]]) -> list[str]:
+    """Names under which processes hold different values, without their forks `_step` and `_epoch`.
+
+    NaN equals NaN, and a process that has not logged a name has no say in it.
+    """
+    seen: defaultdict[str, set[float | None]] = defaultdict(set)
+    for values in everyone:
+        for name, value in values.items():
+            seen[name].add(value if value == value else None)
+    apart = [name for name, values in seen.items() if len(values) > 1]
+    forks = {name + fork for name in apart for fork in ("_step", "_epoch")}
+    return [name for name in apart if name not in forks]
+
+
 class SharedMetrics:
     """Metrics of torchmetrics that several processes update: every process gets the states of all before anyone computes.
 

@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_ipu.plan import PlanError
+from lightning_ipu.user_step import names_apart
 
 PLANS = [{}, {"A": 3}, {"R": 3, "D": 2}, {"D": 16}]
 
@@ -345,3 +346,11 @@ def test_progress_shows_the_latest_values_while_a_host_step_runs():
     progress = trainer.strategy.progress
     assert (progress.updates_per_epoch, progress.samples_left_out, progress.samples_done, progress.updates_done) == (3, 3, 48, 3)
     assert trainer.strategy.plan.micro_batch_size == 2
+
+
+def test_values_of_processes_are_compared_by_name():
+    nan = math.nan
+    assert names_apart([{"a": 1.0, "a_epoch": 1.0, "b": nan, "c": nan, "d": 1.0}, {"a": 2.0, "a_epoch": 2.0, "b": nan, "c": 0.0}]) == [
+        "a",
+        "c",
+    ]

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import loaded  # noqa: F401, I001
 import averaged
+import logged
 import numpy
 import pytorch_lightning as pl
 import torch
@@ -255,10 +256,11 @@ def main(folder: Path, processes: int) -> None:
         if trainer.is_global_zero:
             torch.save(result, folder / f"{number}.pt")
     if processes == 2:
-        average = averaged.run(2)
+        average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
         messages = {name: refusal(name) for name in REFUSALS}
         if torch.distributed.get_rank() == 0:
             torch.save(average, folder / "averaged.pt")
+            torch.save(logs, folder / "logged.pt")
             torch.save(messages, folder / "refusals.pt")
 
 
