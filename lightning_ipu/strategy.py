@@ -675,6 +675,8 @@ class IPUStrategy(DDPStrategy):
     def _evaluation_loader(self, loader: object) -> object:
         trainer = self.lightning_module.trainer
         if not isinstance(loader, torch.utils.data.DataLoader):
+            if self._evaluation_share[1] > 1:
+                raise PlanError(f"a {type(loader).__name__} is evaluated by one process only; give a torch DataLoader, or use devices=1")
             return loader
         shared: dict[str, Any] = {}
         if self._processes is not None and not trainer.predicting:
@@ -893,12 +895,13 @@ class IPUStrategy(DDPStrategy):
     # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 
     def _own_epochs(self, trainer: Trainer) -> None:
-        """Where several processes run: be called before and after the hooks of an epoch's end, and around evaluated batches."""
+        """Where several processes run: be called before and after the hooks of an epoch's end, and around what evaluates."""
         connector = trainer._logger_connector
         connector.epoch_end_reached = partial(self._epoch_end_reached, connector)
         connector.on_epoch_end = partial(self._epoch_ended, connector)
         self._told_apart: set[str] = set()
         for loop in _evaluation_loops(trainer):
+            loop.setup_data = partial(self._set_up_evaluation, loop)
             loop._evaluation_step = partial(self._evaluate_batch, loop)
 
     def _epoch_end_reached(self, connector: Any) -> None:
@@ -917,6 +920,18 @@ class IPUStrategy(DDPStrategy):
                     f"self.log({name!r}, ...) was given another value in every process, outside of a step; what is shown is the first process's."
                     " Log it in the step, or use a torchmetrics metric, which is merged over processes"
                 )
+
+    def _set_up_evaluation(self, loop: Any) -> None:
+        """Refuse, before the first step, loaders whose batches would not be scored exactly once by all processes together."""
+        type(loop).setup_data(loop)
+        stage = "test" if loop.trainer.testing else "validation"
+        if loop._combined_loader is not None and not loop._is_sequential:
+            raise PlanError(
+                f"the {stage} loader is a CombinedLoader with mode={loop._combined_loader._mode!r}, whose batches several processes cannot"
+                " share out: return a list of loaders, join the data sets with torch.utils.data.StackDataset, or use devices=1"
+            )
+        if is_param_in_hook_signature(getattr(self.lightning_module, f"{stage}_step"), "dataloader_iter", explicit=True):
+            raise PlanError(f"{stage}_step(dataloader_iter) draws its batches itself, for which it must run in one process: use devices=1")
 
     def _evaluate_batch(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         """Lightning's evaluation of a batch with the hooks around it, which do not hear of one that only fills up the last round."""
@@ -1012,7 +1027,8 @@ class IPUStrategy(DDPStrategy):
             for name in ("epoch_end_reached", "on_epoch_end"):
                 vars(module.trainer._logger_connector).pop(name, None)
             for loop in _evaluation_loops(module.trainer):
-                vars(loop).pop("_evaluation_step", None)
+                for name in ("setup_data", "_evaluation_step"):
+                    vars(loop).pop(name, None)
         if self._engine is not None:
             self._engine = None
             self._recomputation.remove()

@@ -19,6 +19,7 @@ import logged
 import numpy
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import CombinedLoader
 from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
 from torch.nn import functional as F
@@ -219,6 +220,17 @@ class Draws(nn.Module):
 
 NETWORKS |= {"tied": Tied, "draws": Draws}
 PIPELINE = {"A": 2, "pipeline_splits": TWO}
+
+
+class Drawing(Spread):
+    def validation_step(self, dataloader_iter):
+        next(dataloader_iter)
+
+
+def with_validation(loaders: Any, module: type[Spread] = Spread) -> tuple[Any, ...]:
+    return lambda: module("blocks", "momentum"), classes(64), {"R": 2, "validation": loaders}
+
+
 REFUSALS = {  # what is refused by two processes: (module, training data, options)
     "several calls": (lambda: Twice("blocks", "momentum"), classes(64), PIPELINE),
     "no call": (lambda: Never("blocks", "momentum"), classes(64), PIPELINE),
@@ -227,6 +239,9 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
     "functional randomness": (lambda: Spread("draws", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
     "1F1B with too few micro-batches": (lambda: Spread("blocks", "momentum"), classes(64), {"A": 1, "pipeline_splits": TWO}),
     "a stream": (lambda: Spread("blocks", "momentum"), Stream(), {"R": 2}),
+    "loaders at once": with_validation(CombinedLoader({"a": loader(classes(21), 4), "b": loader(classes(12), 4)}, "min_size")),
+    "no DataLoader": with_validation(range(3)),
+    "drawn batches": with_validation(loader(classes(21), 4), Drawing),
     "three replicas": (lambda: Spread("blocks", "momentum"), classes(64), {"R": 3}),
 }
 
@@ -234,8 +249,10 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
 def refusal(name: str) -> str:
     """The message with which a run is refused; empty if it was not."""
     make, samples, options = REFUSALS[name]
+    options = dict(options)
+    validation = options.pop("validation", None)
     try:
-        fit(make(), DataLoader(samples, batch_size=4), devices=2, **options)
+        fit(make(), DataLoader(samples, batch_size=4), validation, devices=2, **options)
     except PlanError as error:
         return str(error)
     return ""

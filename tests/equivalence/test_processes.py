@@ -95,6 +95,9 @@ def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(f
         "functional randomness": "draws random numbers by dropout",
         "1F1B with too few micro-batches": "gradient_accumulation_factor of at least 2, not 1",
         "a stream": "IterableDataset is trained on by one process only",
+        "loaders at once": "CombinedLoader with mode='min_size'",
+        "no DataLoader": "a range is evaluated by one process only",
+        "drawn batches": "validation_step(dataloader_iter) draws",
         "three replicas": "legal numbers of processes are 1, 3",
     }
     for name, words in wanted.items():
