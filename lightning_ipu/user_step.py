@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
@@ -334,7 +335,7 @@ class SharedMetrics:
     def __init__(self, module: LightningModule, gather: Gather) -> None:
         self._module, self._gather = module, gather
         # Of each metric that was merged: its number of updates in all processes, and what was this process's own.
-        self._own: dict[str, tuple[int, tuple[int, dict[str, Any]] | None]] = {}
+        self._own: dict[str, tuple[int, tuple[int, dict[str, Any]]]] = {}
         self._by_path()
 
     def _by_path(self) -> dict[str, Metric]:
@@ -349,10 +350,7 @@ class SharedMetrics:
         metrics = self._by_path()
         for path, (count, own) in self._own.items():
             if path in metrics and metrics[path]._update_count == count:
-                if own is None:
-                    Metric.reset(metrics[path])
-                else:
-                    load_metric_states(self._module, {path: own})
+                load_metric_states(self._module, {path: own})
         self._own = {}
 
     def share(self) -> None:
@@ -360,7 +358,9 @@ class SharedMetrics:
         if not self._own:
             own, merged = metric_states(self._module), self.merged()
             load_metric_states(self._module, merged)
-            self._own = {path: (count, own.get(path)) for path, (count, _) in merged.items()}
+            for path, (count, whole) in merged.items():
+                defaults = self._module.get_submodule(path)._defaults
+                self._own[path] = count, own.get(path) or (0, deepcopy({name: defaults[name] for name in whole}))
 
     def merged(self) -> MetricStates:
         """The states that all processes have updated, in the order of processes, as one."""
@@ -373,12 +373,12 @@ class SharedMetrics:
         everyone = self._gather(states)
         merged: MetricStates = {}
         for path, metric in metrics.items():
-            theirs = [states[path] for states in everyone if states.get(path)]
+            theirs = [states[path] for states in everyone if path in states and states[path][0]]
             if not theirs:
                 continue
             whole: dict[str, Any] = {}
-            for name, reduction in metric._reductions.items():
-                values = [state[name] for _, state in theirs]
+            for name in theirs[0][1]:
+                values, reduction = [state[name] for _, state in theirs], metric._reductions[name]
                 if isinstance(metric._defaults[name], list):
                     whole[name] = [item for value in values for item in (value if isinstance(value, list) else [value])]
                 else:
@@ -391,12 +391,16 @@ MetricStates = dict[str, tuple[int, dict[str, Any]]]
 
 
 def metric_states(module: LightningModule) -> MetricStates:
-    """The metrics of a module that have been updated since their last reset: how often, and their states, on the host."""
-    return {
-        path: (metric._update_count, apply_to_collection(metric.metric_state, torch.Tensor, lambda state: state.detach().cpu().clone()))
-        for path, metric in module.named_modules()
-        if isinstance(metric, Metric) and metric._update_count
-    }
+    """The metrics of a module that have been updated since their last reset: how often, and their states, on the host.
+
+    A wrapper that shows the states of the metric inside it (ClasswiseWrapper) has none of its own.
+    """
+    states = {}
+    for path, metric in module.named_modules():
+        if isinstance(metric, Metric) and metric._update_count:
+            own = {name: value for name, value in metric.metric_state.items() if name in vars(metric)}
+            states[path] = metric._update_count, apply_to_collection(own, torch.Tensor, lambda state: state.detach().cpu().clone())
+    return states
 
 
 def load_metric_states(module: LightningModule, states: MetricStates) -> None:
