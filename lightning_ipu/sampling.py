@@ -503,6 +503,8 @@ class EvaluationData:
             if length is None and count > 1:
                 raise PlanError(f"the sampler {type(loader.sampler).__name__} has no length; {count} processes need one to share it out")
             self.total = None if length is None else min(length, limit) if isinstance(limit, int) else int(length * limit)
+            if self.total == 0 and length and limit:
+                raise PlanError(f"a share of {limit} of the {length} batches of an evaluation is less than one batch; raise the limit")
             sized = EvaluationBatchSampler(batches, seed=seed, total=self.total, index=index, count=count)
             dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
             self._sizes, self._guarded = sized.sizes, not dataset.draws_nothing or type(batches) is not BatchSampler

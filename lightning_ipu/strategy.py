@@ -68,7 +68,16 @@ from lightning_ipu.record import Uses, undisturbed
 from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.user_step import LogRecorder, SharedMetrics, load_metric_states, metric_states, metrics_of, unchanged_metrics
+from lightning_ipu.user_step import (
+    LogRecorder,
+    SharedMetrics,
+    load_metric_states,
+    metric_states,
+    metrics_of,
+    names_apart,
+    unchanged_metrics,
+    undone_unless_finished,
+)
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
@@ -308,6 +317,7 @@ class IPUStrategy(DDPStrategy):
                     raise PlanError(f"{name!r} has no shape yet, so processes cannot start alike: run a batch through the network first")
             broadcast_state(module)
             self._metrics = SharedMetrics(module, self._processes.gathered)
+            self._own_epochs(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             blocks = recompute_blocks(module, self.recompute)
             self._user_settings = {name: getattr(trainer, name) for name in ("accumulate_grad_batches", "limit_train_batches")}
@@ -366,13 +376,15 @@ class IPUStrategy(DDPStrategy):
         zero_grad = partial(self._user_zero_grad, optimizer) if is_overridden("optimizer_zero_grad", module) else None
         self._lr_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module) else None
 
-        tried = False
+        tried, metrics = False, metrics_of(module)
 
         def numbered_step(batch: Any, number: int) -> Any:
             nonlocal tried
             self._recorder.number = number
             tried, versions = True, None if tried else [parameter._version for parameter in module.parameters()]
-            output = step(batch, number) if takes_index else step(batch)
+            # The stages before the last leave the step at its call of `self(...)`: what it did before counts on the last one.
+            with nullcontext() if self._processes.is_last else undone_unless_finished(self._recorder, metrics):
+                output = step(batch, number) if takes_index else step(batch)
             if versions is not None:
                 _refuse_changed_parameters(module, versions)
             return output
@@ -705,6 +717,8 @@ class IPUStrategy(DDPStrategy):
     def _evaluation_loader(self, loader: object) -> object:
         trainer = self.lightning_module.trainer
         if not isinstance(loader, torch.utils.data.DataLoader):
+            if self._evaluation_share[1] > 1:
+                raise PlanError(f"a {type(loader).__name__} is evaluated by one process only; give a torch DataLoader, or use devices=1")
             return loader
         shared: dict[str, Any] = {}
         if self._processes is not None and not trainer.predicting:
@@ -713,8 +727,8 @@ class IPUStrategy(DDPStrategy):
             index, count = self._evaluation_share
             shared = {"limit": limit, "index": index, "count": count}
         data = EvaluationData(loader, seed=self.seed, **shared)
-        if shared and isinstance(limit, float) and limit < 1.0:
-            setattr(trainer, name, data.total)  # Lightning would take a share of this process's batches once more
+        if shared and isinstance(limit, float):
+            setattr(trainer, name, 1.0)  # Lightning would take a share of this process's batches once more
         if data.left_out:
             rank_zero_info(
                 f"Evaluation scores every sample: drop_last=True of the loader would leave out {data.left_out} and is not applied."
@@ -748,8 +762,6 @@ class IPUStrategy(DDPStrategy):
             self._recorder.begin_epoch()
             self._row: dict[str, float] = {}
             self._logged_in_epoch = False
-        if self._processes is not None:
-            self._metrics.begin()
         self._epoch, self.progress.updates_done = trainer.current_epoch, first // self.plan.micro_batches_per_update
         return trainer.current_epoch, first
 
@@ -829,6 +841,8 @@ class IPUStrategy(DDPStrategy):
         if type(batch) is HostStep:
             batch.shown = True
             return batch
+        if batch is None:  # one that only fills up the last round
+            return None
         if not self._user_transfers:
             return super().batch_to_device(batch, device, dataloader_idx)
         with self._evaluation_randomness(_TRANSFER):
@@ -858,6 +872,8 @@ class IPUStrategy(DDPStrategy):
         run_update = trainer.global_step + (self._scaling.skipped if self._scaling else 0)  # one that is skipped has a number as well
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
         self._agreed_stop = None
+        if self._processes is not None:
+            self._metrics.begin()
 
         try:
             with preserved_streams(self.root_device), recorder.recording():
@@ -903,8 +919,6 @@ class IPUStrategy(DDPStrategy):
             fetcher = trainer.fit_loop._data_fetcher
             fetcher.fetched, fetcher.done, epoch_loop.batch_progress.is_last_batch = fetcher.fetched + undone, False, False
 
-        if self._processes is not None and epoch_loop.batch_progress.is_last_batch:
-            self._metrics.share()
         rows = self._recorder.replay("training_step")
         connector, every = trainer._logger_connector, trainer.log_every_n_steps
         first = epoch_loop._batches_that_stepped
@@ -923,6 +937,58 @@ class IPUStrategy(DDPStrategy):
             connector.log_metrics(_as_tensors(row))  # a short epoch still shows one training loss
 
     # ---- Evaluation ---------------------------------------------------------------------------------------------------------
+
+    def _own_epochs(self, trainer: Trainer) -> None:
+        """Where several processes run: be called before and after the hooks of an epoch's end, and around what evaluates."""
+        connector = trainer._logger_connector
+        connector.epoch_end_reached = partial(self._epoch_end_reached, connector)
+        connector.on_epoch_end = partial(self._epoch_ended, connector)
+        self._told_apart: set[str] = set()
+        for loop in _evaluation_loops(trainer):
+            loop.setup_data = partial(self._set_up_evaluation, loop)
+            loop._evaluation_step = partial(self._evaluate_batch, loop)
+
+    def _epoch_end_reached(self, connector: Any) -> None:
+        """However an epoch ends, and after every evaluation loader: merge the metrics, before any hook and any logger reads them."""
+        type(connector).epoch_end_reached(connector)
+        self._metrics.share()
+
+    def _epoch_ended(self, connector: Any) -> None:
+        """After the hooks of an epoch's end: say which logged values are not the same in every process."""
+        type(connector).on_epoch_end(connector)
+        logged = {name: float(value) for name, value in connector.trainer.callback_metrics.items()}
+        for name in names_apart(self._processes.gathered(logged)):
+            if name not in self._told_apart:
+                self._told_apart.add(name)
+                rank_zero_warn(
+                    f"self.log({name!r}, ...) was given another value in every process, outside of a step; what is shown is the first process's."
+                    " Log it in the step, or use a torchmetrics metric, which is merged over processes"
+                )
+
+    def _set_up_evaluation(self, loop: Any) -> None:
+        """Refuse, before the first step, loaders whose batches would not be scored exactly once by all processes together."""
+        type(loop).setup_data(loop)
+        stage = "test" if loop.trainer.testing else "validation"
+        if loop._combined_loader is not None and not loop._is_sequential:
+            raise PlanError(
+                f"the {stage} loader is a CombinedLoader with mode={loop._combined_loader._mode!r}, whose batches several processes cannot"
+                " share out: return a list of loaders, join the data sets with torch.utils.data.StackDataset, or use devices=1"
+            )
+        if is_param_in_hook_signature(getattr(self.lightning_module, f"{stage}_step"), "dataloader_iter", explicit=True):
+            raise PlanError(f"{stage}_step(dataloader_iter) draws its batches itself, for which it must run in one process: use devices=1")
+
+    def _evaluate_batch(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        """Lightning's evaluation of a batch with the hooks around it, which do not hear of one that only fills up the last round."""
+        if batch_idx == 0:
+            self._metrics.begin()
+        is_filler = getattr(loop._combined_loader.flattened[dataloader_idx], "size", None) == 0
+        # What a pipeline's hooks add to metrics counts on the last stage, where the step is.
+        counts = self._processes.is_last or not self._evaluates_in_pipeline
+        with (
+            _unheard_batch(loop.trainer) if is_filler else nullcontext(),
+            nullcontext() if counts else unchanged_metrics(metrics_of(self.lightning_module)),
+        ):
+            type(loop)._evaluation_step(loop, None if is_filler else batch, batch_idx, dataloader_idx, dataloader_iter)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -947,8 +1013,6 @@ class IPUStrategy(DDPStrategy):
             recorder = LogRecorder(module, gather=gather)
             recorder.muted = self._evaluates_in_pipeline and not processes.is_last
             self._evaluation |= {"recorder": recorder}
-            if processes:
-                self._metrics.begin()
         recorder: LogRecorder = self._evaluation["recorder"]
         step = getattr(super(), name)
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
@@ -973,8 +1037,6 @@ class IPUStrategy(DDPStrategy):
                     output = step(*arguments)
         if batch_idx == 0:
             self._evaluation["every batch"] = any(gather(recorder.wants_steps)) if processes else False
-        if last and processes:
-            self._metrics.share()
         if last or self._evaluation["every batch"] or not processes and (recorder.weight is None or recorder.wants_steps):
             recorder.replay(name)
         return output
@@ -991,7 +1053,13 @@ class IPUStrategy(DDPStrategy):
                 size=loader.user_loader.batch_size or loader.size,
                 context=self.precision_plugin.val_step_context,
             )
-        return pipelines[dataloader_idx].step(step, size=loader.size)
+        recorder, metrics = self._evaluation["recorder"], metrics_of(self.lightning_module)
+
+        def once() -> Any:  # it is run up to its call of `self(...)` everywhere, and then as a whole on the last stage
+            with undone_unless_finished(recorder, metrics):
+                return step()
+
+        return pipelines[dataloader_idx].step(once, size=loader.size)
 
     # ---- End ----------------------------------------------------------------------------------------------------------------
 
@@ -1000,6 +1068,11 @@ class IPUStrategy(DDPStrategy):
         module = self.lightning_module
         if module is not None:
             module.__dict__.pop("_on_before_batch_transfer", None)
+            for name in ("epoch_end_reached", "on_epoch_end"):
+                vars(module.trainer._logger_connector).pop(name, None)
+            for loop in _evaluation_loops(module.trainer):
+                for name in ("setup_data", "_evaluation_step"):
+                    vars(loop).pop(name, None)
         if self._engine is not None:
             self._engine = None
             self._recomputation.remove()
@@ -1051,6 +1124,27 @@ def told(where: str) -> Iterator[None]:
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"({where})")
         raise
+
+
+@contextmanager
+def _unheard_batch(trainer: Trainer) -> Iterator[None]:
+    """Let no callback and no hook of the module hear of the batch that is evaluated."""
+    callbacks, attributes = trainer.callbacks, vars(trainer.lightning_module)
+    names = [f"on_{'test' if trainer.testing else 'validation'}_batch_{end}" for end in ("start", "end")]
+    before = {name: attributes[name] for name in names if name in attributes}
+    trainer.callbacks = []
+    attributes.update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        trainer.callbacks = callbacks
+        for name in names:
+            del attributes[name]
+        attributes.update(before)
+
+
+def _evaluation_loops(trainer: Trainer) -> list[Any]:
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
 
 
 def _with(plan: Plan, **changed: int) -> Plan:

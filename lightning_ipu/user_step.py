@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import zip_longest
 from numbers import Number
@@ -161,6 +162,8 @@ class LogRecorder:
             return
         if arguments:
             options.update(zip(_OPTIONS, arguments, strict=False))
+        if self._gather is not None:  # what Lightning is told is over all processes already
+            options.pop("sync_dist", None)
         weight = options.pop("batch_size", None)
         weight = self.weight if weight is None else weight
         self.latest[name] = value
@@ -246,7 +249,8 @@ class LogRecorder:
         if isinstance(records[-1][0], _Forwarded):
             self._metrics[hook, name] = records[-1][0].metric
             LightningModule.log(self.module, name, records[-1][0].metric, **options)
-            meta = self._result_of(hook, name, options).meta
+            result = self._result_of(hook, name, options)
+            meta, result._forward_cache = result.meta, records[-1][0].step  # the metric's own is of the last step in this process
             for value, _, update in records:
                 if meta.on_step and meta.logger and value.step is not None:
                     rows[update][meta.forked_name(on_step=True)] = float(value.step)
@@ -325,6 +329,20 @@ def _floats(name: str, values: list[Any]) -> list[float]:
     return [float(number) for number in numbers]
 
 
+def names_apart(everyone: list[dict[str, float]]) -> list[str]:
+    """Names under which processes hold different values, without their forks `_step` and `_epoch`.
+
+    NaN equals NaN, and a process that has not logged a name has no say in it.
+    """
+    seen: defaultdict[str, set[float | None]] = defaultdict(set)
+    for values in everyone:
+        for name, value in values.items():
+            seen[name].add(value if value == value else None)
+    apart = [name for name, values in seen.items() if len(values) > 1]
+    forks = {name + fork for name in apart for fork in ("_step", "_epoch")}
+    return [name for name in apart if name not in forks]
+
+
 class SharedMetrics:
     """Metrics of torchmetrics that several processes update: every process gets the states of all before anyone computes.
 
@@ -333,35 +351,52 @@ class SharedMetrics:
     """
 
     def __init__(self, module: LightningModule, gather: Gather) -> None:
-        self._metrics = {path: child for path, child in module.named_modules() if isinstance(child, Metric)}
         self._module, self._gather = module, gather
-        for metric in self._metrics.values():
+        # Of each metric that was merged: its number of updates in all processes, and what was this process's own.
+        self._own: dict[str, tuple[int, tuple[int, dict[str, Any]]]] = {}
+        self._by_path()
+
+    def _by_path(self) -> dict[str, Metric]:
+        """The metrics there are by now (a MetricTracker makes new ones), told to leave other processes to us."""
+        metrics = {path: child for path, child in self._module.named_modules() if isinstance(child, Metric)}
+        for metric in metrics.values():
             metric.distributed_available_fn = _alone
-        self.begin()
+        return metrics
 
     def begin(self) -> None:
-        """From here on updates count."""
-        self._counts = {path: metric._update_count for path, metric in self._metrics.items()}
+        """Called before steps: every process goes on from its own states, where what was shared has not been reset."""
+        metrics = self._by_path()
+        for path, (count, own) in self._own.items():
+            if path in metrics and metrics[path]._update_count == count:
+                load_metric_states(self._module, {path: own})
+        self._own = {}
 
     def share(self) -> None:
-        """Merge what has been updated since `begin`, process by process."""
-        load_metric_states(self._module, self.merged())
-        self.begin()
+        """Called before anyone computes: merge the states of all processes, process by process; once, until steps begin again."""
+        if not self._own:
+            own, merged = metric_states(self._module), self.merged()
+            load_metric_states(self._module, merged)
+            for path, (count, whole) in merged.items():
+                defaults = self._module.get_submodule(path)._defaults
+                self._own[path] = count, own.get(path) or (0, deepcopy({name: defaults[name] for name in whole}))
 
     def merged(self) -> MetricStates:
-        """The states of all processes that have updated theirs since `begin`, in the order of processes, as one."""
-        states = {path: state for path, state in metric_states(self._module).items() if state[0] > self._counts[path]}
-        if not self._metrics:
+        """The states that all processes have updated, in the order of processes, as one."""
+        metrics, states = self._by_path(), metric_states(self._module)
+        if not metrics:
             return {}
+        for path, (count, own) in self._own.items():
+            if path in states and states[path][0] == count:
+                states[path] = own
         everyone = self._gather(states)
         merged: MetricStates = {}
-        for path, metric in self._metrics.items():
-            theirs = [states[path] for states in everyone if path in states]
+        for path, metric in metrics.items():
+            theirs = [states[path] for states in everyone if path in states and states[path][0]]
             if not theirs:
                 continue
             whole: dict[str, Any] = {}
-            for name, reduction in metric._reductions.items():
-                values = [state[name] for _, state in theirs]
+            for name in theirs[0][1]:
+                values, reduction = [state[name] for _, state in theirs], metric._reductions[name]
                 if isinstance(metric._defaults[name], list):
                     whole[name] = [item for value in values for item in (value if isinstance(value, list) else [value])]
                 else:
@@ -374,12 +409,16 @@ MetricStates = dict[str, tuple[int, dict[str, Any]]]
 
 
 def metric_states(module: LightningModule) -> MetricStates:
-    """The metrics of a module that have been updated since their last reset: how often, and their states, on the host."""
-    return {
-        path: (metric._update_count, apply_to_collection(metric.metric_state, torch.Tensor, lambda state: state.detach().cpu().clone()))
-        for path, metric in module.named_modules()
-        if isinstance(metric, Metric) and metric._update_count
-    }
+    """The metrics of a module that have been updated since their last reset: how often, and their states, on the host.
+
+    A wrapper that shows the states of the metric inside it (ClasswiseWrapper) has none of its own.
+    """
+    states = {}
+    for path, metric in module.named_modules():
+        if isinstance(metric, Metric) and metric._update_count:
+            own = {name: value for name, value in metric.metric_state.items() if name in vars(metric)}
+            states[path] = metric._update_count, apply_to_collection(own, torch.Tensor, lambda state: state.detach().cpu().clone())
+    return states
 
 
 def load_metric_states(module: LightningModule, states: MetricStates) -> None:
@@ -398,18 +437,40 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 
 @contextmanager
 def unchanged_metrics(metrics: list[Metric]) -> Iterator[None]:
-    """Leave metrics as they were, whatever is done to them inside: they get copies of their states to work on."""
+    """Leave metrics as they were, whatever is done to them inside."""
+    put_back = _set_aside(metrics)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+@contextmanager
+def undone_unless_finished(recorder: LogRecorder, metrics: list[Metric]) -> Iterator[None]:
+    """Take back what a step has logged and added to metrics if it is left half-way: at a call of `self(...)` that others answer."""
+    put_back, logged = _set_aside(metrics), len(recorder._records)
+    try:
+        yield
+    except BaseException:
+        put_back()
+        del recorder._records[logged:]
+        raise
+
+
+def _set_aside(metrics: list[Metric]) -> Callable[[], None]:
+    """Give metrics copies of their states to work on; returns what puts the states back."""
     before = [(metric, metric.metric_state, metric._update_count, metric._computed, metric._forward_cache) for metric in metrics]
     for metric, state, *_ in before:
         for name, value in state.items():
             setattr(metric, name, apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().clone()))
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for metric, state, *others in before:
             for name, value in state.items():
                 setattr(metric, name, value)
             metric._update_count, metric._computed, metric._forward_cache = others
+
+    return put_back
 
 
 def _alone() -> bool:

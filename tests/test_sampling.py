@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix
-from lightning_ipu.sampling import HostStep, Shard, TrainingData, epoch_order
+from lightning_ipu.sampling import EvaluationData, HostStep, Shard, TrainingData, epoch_order
 
 
 def streams() -> tuple:
@@ -597,3 +597,9 @@ def test_a_seed_is_taken_from_torch_where_lightning_was_given_none(monkeypatch):
         trainer.fit(module, loader(classes(16), shuffle=True))
         runs.append(module)
     assert equal_states(runs[0], runs[1]) and runs[0].seen != runs[2].seen
+
+
+def test_a_share_of_an_evaluation_that_is_less_than_a_batch_is_refused():
+    with pytest.raises(PlanError, match=r"0\.1 of the 5 batches"):
+        EvaluationData(numbered(10, 2), seed=0, limit=0.1, count=2)
+    assert len(EvaluationData(numbered(10, 2), seed=0, limit=0.6, count=2)) == 2

@@ -7,10 +7,11 @@ import pytorch_lightning as pl
 import torch
 from runs import Ledger, Net, blocks, classes, csv_logger, csv_rows, fit, loader, make_trainer, numbered
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import ClasswiseWrapper, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_ipu.plan import PlanError
+from lightning_ipu.user_step import SharedMetrics, metric_states, names_apart
 
 PLANS = [{}, {"A": 3}, {"R": 3, "D": 2}, {"D": 16}]
 
@@ -345,3 +346,31 @@ def test_progress_shows_the_latest_values_while_a_host_step_runs():
     progress = trainer.strategy.progress
     assert (progress.updates_per_epoch, progress.samples_left_out, progress.samples_done, progress.updates_done) == (3, 3, 48, 3)
     assert trainer.strategy.plan.micro_batch_size == 2
+
+
+def test_values_of_processes_are_compared_by_name():
+    nan = math.nan
+    assert names_apart([{"a": 1.0, "a_epoch": 1.0, "b": nan, "c": nan, "d": 1.0}, {"a": 2.0, "a_epoch": 2.0, "b": nan, "c": 0.0}]) == [
+        "a",
+        "c",
+    ]
+
+
+def test_shared_metrics_are_merged_once_and_go_on_from_their_own():
+    class Wrapped(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.classwise, self.total = ClasswiseWrapper(MulticlassAccuracy(3, average=None)), SumMetric()
+
+    module, other = Wrapped(), Wrapped()
+    other.total.update(10.0)
+    shared = SharedMetrics(module, lambda states: [states, metric_states(other)])
+    for loaders_done in (1, 2):
+        shared.begin()
+        module.classwise.update(torch.tensor([0, 1]), torch.tensor([0, 2]))
+        shared.share(), shared.share()
+        assert shared.merged()["total"][1]["sum_value"] == module.total.compute() == 10
+        assert module.classwise.metric.fn.tolist() == [0, 0, loaders_done]
+    module.classwise.reset()
+    shared.begin()
+    assert module.total.sum_value == 0 and module.classwise.metric.tp.sum() == 0

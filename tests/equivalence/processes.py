@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import loaded  # noqa: F401, I001
 import averaged
+import logged
 import numpy
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import CombinedLoader
 from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
 from torch.nn import functional as F
@@ -323,6 +325,17 @@ class Draws(nn.Module):
 
 NETWORKS |= {"tied": Tied, "draws": Draws}
 PIPELINE = {"A": 2, "pipeline_splits": TWO}
+
+
+class Drawing(Spread):
+    def validation_step(self, dataloader_iter):
+        next(dataloader_iter)
+
+
+def with_validation(loaders: Any, module: type[Spread] = Spread) -> tuple[Any, ...]:
+    return lambda: module("blocks", "momentum"), classes(64), {"R": 2, "validation": loaders}
+
+
 REFUSALS = {  # what is refused by two processes: (module, training data, options)
     "several calls": (lambda: Twice("blocks", "momentum"), classes(64), PIPELINE),
     "no call": (lambda: Never("blocks", "momentum"), classes(64), PIPELINE),
@@ -346,6 +359,9 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
         {"R": 2},
     ),
     "a stream": (lambda: Spread("blocks", "momentum"), Stream(), {"R": 2}),
+    "loaders at once": with_validation(CombinedLoader({"a": loader(classes(21), 4), "b": loader(classes(12), 4)}, "min_size")),
+    "no DataLoader": with_validation(range(3)),
+    "drawn batches": with_validation(loader(classes(21), 4), Drawing),
     "three replicas": (lambda: Spread("blocks", "momentum"), classes(64), {"R": 3}),
 }
 
@@ -353,8 +369,11 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
 def refusal(name: str) -> str:
     """The message with which a run is refused; empty if it was not."""
     make, samples, options = REFUSALS[name]
+    options = dict(options)
+    validation = options.pop("validation", None)
     try:
-        fit(make(), samples if isinstance(samples, DataLoader) else DataLoader(samples, batch_size=4), devices=2, **options)
+        training = samples if isinstance(samples, DataLoader) else DataLoader(samples, batch_size=4)
+        fit(make(), training, validation, devices=2, **options)
     except PlanError as error:
         return str(error)
     return ""
@@ -375,10 +394,11 @@ def main(folder: Path, processes: int) -> None:
         if trainer.is_global_zero:
             torch.save(result, folder / f"{number}.pt")
     if processes == 2:
-        average = averaged.run(2)
+        average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
         messages = {name: refusal(name) for name in REFUSALS}
         if torch.distributed.get_rank() == 0:
             torch.save(average, folder / "averaged.pt")
+            torch.save(logs, folder / "logged.pt")
             torch.save(messages, folder / "refusals.pt")
 
 

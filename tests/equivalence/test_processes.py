@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import averaged
+import logged
 import processes
 import pytest
 import pytorch_lightning as pl
@@ -105,6 +106,9 @@ def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(f
         "sparse gradients": "sparse gradients cannot be averaged over processes",
         "a share of a share": "train_dataloader has a DistributedSampler",
         "a stream": "IterableDataset is trained on by one process only",
+        "loaders at once": "CombinedLoader with mode='min_size'",
+        "no DataLoader": "a range is evaluated by one process only",
+        "drawn batches": "validation_step(dataloader_iter) draws",
         "three replicas": "legal numbers of processes are 1, 3",
     }
     for name, words in wanted.items():
@@ -139,3 +143,19 @@ def test_a_pipeline_averages_weights_and_mixes_images_as_one_process_does(folder
         assert one[key].keys() == two[key].keys() and all(torch.equal(one[key][name], two[key][name]) for name in one[key]), key
     assert not torch.equal(one["state_dict"]["network.fc.weight"], one[TRAINED]["network.fc.weight"])
     assert one["metrics"] == pytest.approx(two["metrics"], rel=1e-12)
+
+
+@pytest.mark.parametrize("plan", logged.PLANS)
+def test_what_is_logged_is_the_same_on_two_processes(plan, folder):
+    one, two = logged.run(1, plan), torch.load(folder / "logged.pt")[plan]
+    (ours,), (theirs, others) = one["metrics"], two["metrics"]
+    whole = plan != "validated in stages"  # where every process but the last of a replica has no loss of its own
+    apart = {name: (ours.pop(name), theirs.pop(name), others.pop(name)) for name in ("apart",)}
+    assert theirs == pytest.approx(ours, rel=1e-6, nan_ok=True) and others == pytest.approx(theirs, rel=0, nan_ok=True)
+    assert ours["validated"] == ours["ended"] == 24 + 12 and ours["val_sum/dataloader_idx_0"] == 24 and ours["samples"] == 24
+    assert len(one["rows"]) == len(two["rows"])
+    for our_row, their_row in zip(one["rows"], two["rows"], strict=True):
+        assert their_row == pytest.approx(our_row, rel=1e-6, nan_ok=True)
+    assert sum(two["ends"]) == one["ends"][0] * (1 if whole else 2)
+    assert apart["apart"][1] != apart["apart"][2] and not one["warnings"]
+    assert len(two["warnings"]) == 1 and "'apart'" in two["warnings"][0] and "\n" not in two["warnings"][0]
