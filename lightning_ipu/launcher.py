@@ -77,11 +77,13 @@ class Launcher(_SubprocessScriptLauncher):
         try:
             return function(*args, **kwargs)
         except BaseException as error:
+            if lost_another(error) and isinstance(error.__context__, SystemExit):  # it was leaving, and met nobody at a barrier on its way
+                error = error.__context__
             if Launcher.children is not None:
                 Launcher.children.end_by(error)
             elif lost_another(error):
                 self._let_the_cause_be_told(trainer)
-            raise
+            raise error
         finally:
             finished.set()
 
@@ -231,9 +233,10 @@ class Children:
 
 
 def let_signals_end() -> None:
-    """From now on a signal ends the process: at the program's end a handler's exception would only be printed."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_DFL)
+    """From now on a signal ends the process: at the program's end a handler's exception would only be printed, a DataLoader's included."""
+    for name in ("SIGINT", "SIGTERM", "SIGCHLD"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 def _say(line: str) -> None:

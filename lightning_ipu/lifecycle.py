@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,9 +24,6 @@ from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import AgreedStop
 from lightning_ipu.output import MetricsFile
 from lightning_ipu.resume import KEY, weight_updates_in
-
-if hasattr(os, "register_at_fork"):  # a loader's process would tell of its own signals as if they were this one's
-    os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
 
 LAST = "last.ckpt"
 SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys
@@ -117,6 +113,17 @@ class SignalHandler:
             self.display.line(text)
         else:
             print(text, flush=True)
+
+
+def _leave_signals_to_the_run() -> None:
+    """In a forked process, such as a loader's: a terminal's Ctrl-C is for the run, which ends its loaders itself."""
+    signal.set_wakeup_fd(-1)  # it would tell of this process's signals as if they were the run's
+    if isinstance(getattr(signal.getsignal(signal.SIGINT), "__self__", None), SignalHandler):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_signals_to_the_run)
 
 
 class RunCheckpoints(Callback):
