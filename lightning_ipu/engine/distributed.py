@@ -114,6 +114,7 @@ class DistributedEngine(LocalEngine):
         super().__init__(**local)
         self._processes, self._stop_signal, self._on_stop = processes, stop_signal, on_stop
         self._replicas = processes.replicas
+        self._heard: int | None = None  # the signal that the replicas agreed on in this weight update; None before they have
 
     def _gather(self, gradients: list[torch.Tensor | None], moves: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Sum gradients and moves over the processes with other replicas; a parameter without a gradient anywhere keeps none."""
@@ -131,8 +132,9 @@ class DistributedEngine(LocalEngine):
         ]
         all_reduce_flat([*sums, *moves, facts], group=self._processes.same_stages)
         *present, signalled, signals = facts.tolist()
+        self._heard = round(signals / signalled) if signalled else 0
         if signalled:
-            self._on_stop(round(signals / signalled))
+            self._on_stop(self._heard)
         return [gradient if here else None for gradient, here in zip(sums, present, strict=True)]
 
 
@@ -292,9 +294,10 @@ class PipelineEngine(DistributedEngine):
 
     def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
         self._partition.check_unchanged()
+        self._heard = None
         loss, extra, made = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
-        # Every stage learns of signals that any received, and of the loss.
-        signal = float(self._stop_signal())
+        # Every stage learns of signals that any received, and of the loss. What came after the replicas have agreed waits for the next update.
+        signal = float(self._stop_signal() if self._heard is None else self._heard)
         told = [loss.item(), float(bool(extra))] if self._processes.is_last else [0.0, 0.0]
         facts = torch.tensor([float(signal > 0), signal, *told], dtype=torch.float64).to(self._processes.device)
         dist.all_reduce(facts, group=self._processes.same_replica)
