@@ -376,16 +376,17 @@ class IPUStrategy(DDPStrategy):
         zero_grad = partial(self._user_zero_grad, optimizer) if is_overridden("optimizer_zero_grad", module) else None
         self._lr_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module) else None
 
-        tried, metrics = False, metrics_of(module)
+        tried, metrics = self.plan.replication_factor == 1, metrics_of(module)
 
         def numbered_step(batch: Any, number: int) -> Any:
             nonlocal tried
             self._recorder.number = number
-            tried, versions = True, None if tried else [parameter._version for parameter in module.parameters()]
+            versions = None if tried else [parameter._version for parameter in module.parameters()]
             # The stages before the last leave the step at its call of `self(...)`: what it did before counts on the last one.
             with nullcontext() if self._processes.is_last else undone_unless_finished(self._recorder, metrics):
                 output = step(batch, number) if takes_index else step(batch)
             if versions is not None:
+                tried = True
                 _refuse_changed_parameters(module, versions)
             return output
 
