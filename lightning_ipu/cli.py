@@ -218,6 +218,14 @@ MACHINE_OPTIONS = (
         type=bool,
         help="leave glibc's allocator alone; else it keeps freed memory, which is faster",
     ),
+    Option(
+        name="--no-core-binding",
+        group=RUN,
+        key="trainer.strategy.bind_cores",
+        sets=False,
+        type=bool,
+        help="let several processes wander over the cores; else each keeps to its share of them",
+    ),
 )
 
 CHECKPOINT_OPTIONS = (

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from pytorch_lightning.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_ipu.machine import LAUNCHED_BY, LAUNCHED_BY_VARIABLE
+from lightning_ipu.machine import LAUNCHED_BY, LAUNCHED_BY_VARIABLE, own_cores
 from lightning_ipu.plan import PlanError
 
 GRACE = 10.0  # seconds in which a process that lost another may still end by itself, with its own traceback
@@ -57,6 +57,7 @@ class Launcher(_SubprocessScriptLauncher):
     """
 
     children: Children | None = None  # of this process, whichever of its Trainers started them
+    bind_cores = False  # let each process keep to its share of this machine's cores
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer, **kwargs: Any) -> Any:
@@ -74,8 +75,10 @@ class Launcher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if Launcher.children is not None:
             Launcher.children.begin(trainer)
+        place = self.cluster_environment.local_rank(), self.num_processes
         try:
-            return function(*args, **kwargs)
+            with own_cores(*place, threads=torch.get_num_threads()) if self.bind_cores else nullcontext():
+                return function(*args, **kwargs)
         except BaseException as error:
             if lost_another(error) and isinstance(error.__context__, SystemExit):  # it was leaving, and met nobody at a barrier on its way
                 error = error.__context__

@@ -12,9 +12,11 @@ import gc
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "load", "set_threads", "started_rank", "usable_cores"]
+__all__ = ["keep_freed_memory", "load", "own_cores", "set_threads", "share_of_cores", "started_rank", "usable_cores"]
 
 LAUNCHED_BY_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
 LAUNCHED_BY = int(os.environ.pop(LAUNCHED_BY_VARIABLE, "0"))  # taken out at once: what this process itself may start is not rank 0's
@@ -42,28 +44,84 @@ def usable_cores(*, root: str | Path = "/") -> int:
     ``root`` is the directory that holds ``proc`` and ``sys``. At least 1.
     """
     root = Path(root)
-    if hasattr(os, "sched_getaffinity"):
-        logical = sorted(os.sched_getaffinity(0))
-    else:
-        logical = list(range(os.cpu_count() or 1))
-    cores = {_read(root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list") or f"alone {number}" for number in logical}
-    quota = _cgroup_quota(root)
-    return max(1, len(cores) if quota is None else min(len(cores), int(quota)))
+    cores, quota = len(_cores(root)), _cgroup_quota(root)
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def share_of_cores(place: int, processes: int, *, root: str | Path = "/") -> list[set[int]]:
+    """The cores of the ``place``-th of ``processes`` that share this machine's evenly, each as its logical CPUs; none where they do not suffice.
+
+    The cores are those of the affinity mask, a socket's side by side; ``root`` as in :func:`usable_cores`.
+    """
+    cores = _cores(Path(root))
+    if len(cores) < processes:
+        return []
+    return cores[place * len(cores) // processes : (place + 1) * len(cores) // processes]
+
+
+@contextmanager
+def own_cores(place: int, processes: int, *, threads: int) -> Iterator[None]:
+    """Keep to a share of this machine's cores, all threads of this process and those that they start, as MPI's launchers have it.
+
+    Two processes with a thread each on two cores are otherwise put on one core again and again, by a message's thread that wakes there.
+    Nothing is done for one process, where cores are fewer than processes or a share's than ``threads``, where whoever started this
+    process has bound it already, and where the system does not let us.
+    """
+    share = share_of_cores(place, processes)
+    if processes == 1 or len(share) < threads or not hasattr(os, "sched_setaffinity") or _is_bound():
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    _bind(before, set().union(*share))
+    try:
+        yield
+    finally:
+        _bind(set().union(*share), before)
+
+
+def _bind(before: set[int], cpus: set[int]) -> None:
+    """Move the threads of this process that may run on some CPUs to others."""
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with suppress(OSError):  # it has ended, or the system does not let us
+            if os.sched_getaffinity(thread) == before:
+                os.sched_setaffinity(thread, cpus)
+
+
+def _is_bound() -> bool:
+    """Whether srun or torchrun, which can, has given this process cores of its own: other ones than the launcher itself has."""
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
+    if not launched or not hasattr(os, "sched_getaffinity"):
+        return False
+    try:
+        return os.sched_getaffinity(0) != os.sched_getaffinity(os.getppid())
+    except OSError:
+        return False
+
+
+def _cores(root: Path) -> list[set[int]]:
+    """The physical cores of the affinity mask, each as its logical CPUs; socket by socket."""
+    logical = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores: dict[tuple[str, str], set[int]] = {}
+    for number in sorted(logical):
+        topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
+        core = _read(topology / "physical_package_id"), _read(topology / "thread_siblings_list") or f"alone {number}"
+        cores.setdefault(core, set()).add(number)
+    return [cores[core] for core in sorted(cores, key=lambda core: (core[0].rjust(9), min(cores[core])))]
 
 
 def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
     """Give torch ``threads`` threads for one operation, here and in processes that this one starts; returns how many it uses.
 
     ``None`` leaves the number to ``OMP_NUM_THREADS`` where that is set, and otherwise means an equal share of :func:`usable_cores`
-    for each of ``processes`` on this machine: torch by itself does not see the cgroup's quota, and a container with 2 of 64 cores
-    would run 64 threads. Raises ValueError for fewer than 1.
+    for each of ``processes`` on this machine, or all of them where srun has given this process cores of its own: torch by itself does not
+    see the cgroup's quota, and a container with 2 of 64 cores would run 64 threads. Raises ValueError for fewer than 1.
     """
     import torch
 
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
     if threads is None and not os.environ.get("OMP_NUM_THREADS"):
-        threads = max(1, usable_cores() // processes)
+        threads = max(1, usable_cores() // (1 if _is_bound() else processes))
     if threads is not None:
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Lightning, too, leaves the number alone where this is set

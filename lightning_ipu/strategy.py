@@ -125,6 +125,7 @@ class IPUStrategy(DDPStrategy):
         pipeline_validation: validate during a fit over the stages where they are, forward only, where processes hold a stage each; without
             it each of them fetches the whole network and validates a share of the batches.
         validation_replicas: copies of the whole network that validate at once, at most one in each process; by default all.
+        bind_cores: keep each of several processes that compute on the CPU to its own share of the machine's cores.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout: as in DDPStrategy.
 
     Raises:
@@ -147,6 +148,7 @@ class IPUStrategy(DDPStrategy):
         stochastic_rounding: bool = True,
         pipeline_validation: bool = False,
         validation_replicas: int | None = None,
+        bind_cores: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -155,7 +157,7 @@ class IPUStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        self.loss_scaling, self.stochastic_rounding = loss_scaling, stochastic_rounding
+        self.loss_scaling, self.stochastic_rounding, self.bind_cores = loss_scaling, stochastic_rounding, bind_cores
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -242,6 +244,7 @@ class IPUStrategy(DDPStrategy):
         if self._process_count > 1:
             _refuse_leftovers(self.cluster_environment)
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher.bind_cores = self.bind_cores and self.parallel_devices[0].type == "cpu"
 
     @property
     def _process_count(self) -> int:

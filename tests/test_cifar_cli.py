@@ -158,7 +158,8 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
         --batch-size 8 --replicas 2 --gradient-accumulation-count 3 --pipeline --pipeline-splits network.conv3,network.dense1
         --pipeline-schedule Grouped --batches-per-step 5 --precision 32 --seed 7 --epochs 2.5 --optimizer rmsprop --learning-rate 0.5
         --momentum 0.5 --lr-schedule cosine --l2-regularization 0.1 --weight-decay 0.2 --label-smoothing 0.3 --device cpu --threads 1
-        --no-allocator-setting --log-interval 2 --summary-interval 3 --model-dir o --profile --checkpoint-every 9 --keep-last 2"""
+        --no-allocator-setting --no-core-binding
+        --log-interval 2 --summary-interval 3 --model-dir o --profile --checkpoint-every 9 --keep-last 2"""
     status, output, _ = run("fit", *(f"--{key}={value}" for key, value in settled(line).items()), "--print_config")
     assert status == 0
     config = yaml.safe_load(output)
@@ -175,7 +176,7 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert (trainer["accelerator"], trainer["default_root_dir"], trainer["log_every_n_steps"]) == ("cpu", "o", 3)
     assert trainer["callbacks"][0]["class_path"] == "lightning_ipu.profiling.ProfileReports"
     assert (config["log_interval"], config["checkpoint_every"], config["keep_last"]) == (2.0, 9, 2)
-    assert config["machine"] == {"threads": 1, "keep_freed_memory": False}
+    assert config["machine"] == {"threads": 1, "keep_freed_memory": False} and strategy["bind_cores"] is False
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------------------

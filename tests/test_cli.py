@@ -175,7 +175,8 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
         --gradient-accumulation-factor 3 --num-ipus 4 --pipeline --pipeline-splits network.layer2 --recompute --batches-per-step 5
         --precision 32 --no-prng --seed 7 --learning-rate 0.5 --learning-rate-decay 1,0.1 --learning-rate-schedule 0.5 --epochs 3
         --max-steps 9 --weight-decay 0 --momentum 0.5 --label-smoothing 0.1 --limit-train-batches 0.5 --limit-val-batches 3
-        --valid-per-epoch 2 --test --device cpu --threads 1 --no-allocator-setting --steps-per-log 2 --output-dir o --log_dir_string n
+        --valid-per-epoch 2 --test --device cpu --threads 1 --no-allocator-setting --no-core-binding
+        --steps-per-log 2 --output-dir o --log_dir_string n
         --no-augmentation"""
     translated = [f"--{key}={value}" for key, value in settled(*line.split()).items()]
     status, output, _ = run("fit", *translated, "--print_config")
@@ -193,7 +194,7 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert (trainer["limit_train_batches"], trainer["limit_val_batches"], trainer["log_every_n_steps"]) == (0.5, 3, 2)
     assert (trainer["accelerator"], trainer["default_root_dir"]) == ("cpu", "o/n")
     assert (config["precision"], config["seed_everything"]) == ("32", 7)
-    assert config["machine"] == {"threads": 1, "keep_freed_memory": False}
+    assert config["machine"] == {"threads": 1, "keep_freed_memory": False} and strategy["bind_cores"] is False
     assert strategy["stochastic_rounding"] is False and strategy["loss_scaling"] is None
 
     line = """--optimizer lars --l2-regularization 0.1 --decay-all --lr-schedule polynomial --warmup-epochs 2 --warmup-mode mask --lr-staircase

@@ -123,7 +123,8 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
         --cache-gb 0.5 --num-workers 2 --staged-files 0 --sample-size 32 --cells 64 --voxel-size 2 --oversample 1 --spread 0.2
         --box-in-mpc-per-h --pack --micro-batch-size 3 --num-ipus 4 --gradient-accumulation-factor 2 --pipeline-splits network.fc1
         --recompute --iterations-per-loop 7 --precision 32 --seed 9 --optimizer sgd --lr 0.3 --l2 0.1 --n-epochs 2 --max-steps 5
-        --stop-at-mae 0.2 --device cpu --threads 1 --no-allocator-setting --steps-per-log 3 --output-dir o --print-fom --test"""
+        --stop-at-mae 0.2 --device cpu --threads 1 --no-allocator-setting --no-core-binding
+        --steps-per-log 3 --output-dir o --print-fom --test"""
     status, output, errors = run("fit", *(f"--{key}={value}" for key, value in settled(*line.split()).items()), "--print_config")
     assert status == 0, errors
     config = yaml.safe_load(output)
@@ -147,7 +148,7 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert (strategy["pipeline_splits"], strategy["recompute"]) == (["network.fc1"], True)
     assert (trainer["max_epochs"], trainer["max_steps"], trainer["log_every_n_steps"], trainer["accelerator"]) == (2, 5, 3, "cpu")
     assert trainer["callbacks"][0]["init_args"]["stopping_threshold"] == 0.2 and trainer["default_root_dir"] == "o"
-    assert config["machine"] == {"threads": 1, "keep_freed_memory": False}
+    assert config["machine"] == {"threads": 1, "keep_freed_memory": False} and strategy["bind_cores"] is False
 
 
 def test_a_run_simulates_trains_reports_and_is_replayed_validated_and_predicted_from_what_it_leaves(run):

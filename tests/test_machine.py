@@ -32,6 +32,53 @@ def test_hyper_threads_of_one_core_count_once(tmp_path):
     assert machine.usable_cores(root=root) == 1
 
 
+def test_processes_get_shares_of_whole_cores_socket_by_socket(tmp_path, monkeypatch):
+    # Two sockets, numbered in turn, of three cores with two hyper-threads each.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(12)), raising=False)
+    sockets = {f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id": f"{cpu % 2}\n" for cpu in range(12)}
+    root = _tree(tmp_path, sockets | _siblings({cpu: f"{cpu % 6},{cpu % 6 + 6}" for cpu in range(12)}))
+    cores = [{0, 6}, {2, 8}, {4, 10}, {1, 7}, {3, 9}, {5, 11}]
+    assert machine.share_of_cores(0, 1, root=root) == cores
+    for processes in range(1, 7):
+        shares = [machine.share_of_cores(place, processes, root=root) for place in range(processes)]
+        assert [core for share in shares for core in share] == cores
+        assert {len(share) for share in shares} <= {6 // processes, -(-6 // processes)}
+    assert machine.share_of_cores(6, 7, root=root) == []
+
+
+_OWN_CORES = """
+import os, sys, threading
+from lightning_ipu import machine
+def masks():
+    return {frozenset(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")}
+done = threading.Event()
+threading.Thread(target=done.wait).start()
+with machine.own_cores(1, 2, threads=int(sys.argv[1])):
+    print(*masks())
+print(*masks())
+done.set()
+"""
+
+
+@pytest.mark.skipif(machine.usable_cores() < 2, reason="two processes need two cores")
+@pytest.mark.parametrize("why", ["bound", "too many threads", "bound by the launcher"])
+def test_a_process_keeps_to_its_cores_unless_it_was_given_others_or_has_too_many_threads(why):
+    first = machine.share_of_cores(0, 1)[0]
+    before = os.sched_getaffinity(0)
+    done = subprocess.run(
+        [sys.executable, "-c", _OWN_CORES, "99" if why == "too many threads" else "1"],
+        env={**os.environ, **({"TORCHELASTIC_RUN_ID": "7"} if why == "bound by the launcher" else {})},
+        preexec_fn=(lambda: os.sched_setaffinity(0, first)) if why == "bound by the launcher" else None,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    mine = {"bound": set().union(*machine.share_of_cores(1, 2)), "too many threads": before, "bound by the launcher": first}[why]
+    after = first if why == "bound by the launcher" else before
+    assert done.stdout.splitlines() == [str(frozenset(mine)), str(frozenset(after))]
+
+
 @pytest.mark.parametrize(
     ("files", "quota"),
     [

@@ -5,6 +5,7 @@
 Every case whose number of processes it is runs in turn in one process group; the first process saves what came out as FOLDER/NAME.pt.
 """
 
+import os
 import random
 import sys
 from functools import partial
@@ -19,6 +20,7 @@ import logged
 import numpy
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.utilities import CombinedLoader
 from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
@@ -379,6 +381,18 @@ def refusal(name: str) -> str:
     return ""
 
 
+def cores(processes: int, **options: Any) -> list[tuple[set[int], set[int]]]:
+    """The cores that each process may run on, with any of its threads, in a fit and after it."""
+    seen: list[int] = []
+
+    def look(*_: Any) -> None:
+        seen.extend(cpu for thread in os.listdir("/proc/self/task") for cpu in os.sched_getaffinity(int(thread)))
+
+    module = Spread("blocks", "momentum")
+    trainer = fit(module, loader(classes(16), 4), R=processes, devices=processes, callbacks=[LambdaCallback(on_train_end=look)], **options)
+    return trainer.strategy._processes.gathered((set(seen), os.sched_getaffinity(0)))
+
+
 def main(folder: Path, processes: int) -> None:
     torch.set_num_threads(1)
     for number, case in enumerate(CASES):
@@ -396,13 +410,13 @@ def main(folder: Path, processes: int) -> None:
     if processes == 2:
         average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
         messages = {name: refusal(name) for name in REFUSALS}
+        bound, free = (cores(2), cores(2, bind_cores=False)) if hasattr(os, "sched_getaffinity") else ([], [])
         if torch.distributed.get_rank() == 0:
             torch.save(average, folder / "averaged.pt")
             torch.save(logs, folder / "logged.pt")
             torch.save(messages, folder / "refusals.pt")
+            torch.save({True: bound, False: free}, folder / "cores.pt")
 
 
 if __name__ == "__main__":
-    import os
-
     main(Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]))

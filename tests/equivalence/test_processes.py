@@ -16,6 +16,7 @@ from processes import CASES, Spread, dataset, run
 from runs import difference, loader, make_trainer
 from torch.nn import functional as F
 
+from lightning_ipu import machine
 from lightning_ipu.averaging import TRAINED
 
 
@@ -113,6 +114,14 @@ def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(f
     }
     for name, words in wanted.items():
         assert words in messages[name] and "\n" not in messages[name], (name, messages[name])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process")
+def test_each_process_keeps_to_its_share_of_the_cores_while_it_trains(folder):
+    cores, every = torch.load(folder / "cores.pt"), os.sched_getaffinity(0)
+    shares = [set().union(*machine.share_of_cores(place, 2)) or every for place in (0, 1)]
+    assert cores[True] == [(share, every) for share in shares]
+    assert cores[False] == [(every, every)] * 2
 
 
 def test_a_checkpoint_of_two_stages_on_two_replicas_knows_of_neither(folder):
