@@ -50,7 +50,6 @@ __all__ = [
     "warn",
 ]
 
-SECONDS_FOR_THE_FIRST = 10.0  # in which the first process says an error and the others are ended
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -399,7 +398,7 @@ def report(text: str, *, prog: str) -> None:
     torchrun ends all as soon as one has ended, maybe before the first has spoken: so the others wait for that, or for the end of the
     process that started them, and speak only where neither comes, because the error is theirs alone.
     """
-    parent, deadline = machine.LAUNCHED_BY or os.getppid(), time.monotonic() + SECONDS_FOR_THE_FIRST
+    parent, deadline = machine.LAUNCHED_BY or os.getppid(), time.monotonic() + machine.GRACE
     while machine.started_rank() > 0 and time.monotonic() < deadline:
         if os.getppid() != parent:
             return

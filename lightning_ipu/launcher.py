@@ -20,10 +20,9 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from pytorch_lightning.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
-from lightning_ipu.machine import LAUNCHED_BY, LAUNCHED_BY_VARIABLE, own_cores
+from lightning_ipu.machine import GRACE, LAUNCHED_BY, LAUNCHED_BY_VARIABLE, own_cores
 from lightning_ipu.plan import PlanError
 
-GRACE = 10.0  # seconds in which a process that lost another may still end by itself, with its own traceback
 _OTHER_IS_GONE = (  # what gloo and torch's store say of it
     "Connection closed by peer",
     "Connection reset by peer",

@@ -19,6 +19,7 @@ from pathlib import Path
 __all__ = ["keep_freed_memory", "load", "own_cores", "set_threads", "share_of_cores", "started_rank", "usable_cores"]
 
 LAUNCHED_BY_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
+GRACE = 10.0  # seconds in which the first process, or one that lost another, may still say what happened, before the others are ended
 LAUNCHED_BY = int(os.environ.pop(LAUNCHED_BY_VARIABLE, "0"))  # taken out at once: what this process itself may start is not rank 0's
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # glibc's malloc.h

@@ -462,7 +462,7 @@ class IPUStrategy(DDPStrategy):
             self._recorder.recording(),
             unchanged_metrics(metrics_of(module)),
             undisturbed(module),
-            told("while IPUStrategy tried the training step once, before on_fit_start, to cut the network into stages"),
+            _told("while IPUStrategy tried the training step once, before on_fit_start, to cut the network into stages"),
         ):
             with context(), Uses(module) as before:
                 batch = self._ready(trainer.fit_loop._combined_loader.flattened[0].data.example(), 0)
@@ -1118,7 +1118,7 @@ def _leave_process_group() -> None:
 
 
 @contextmanager
-def told(where: str) -> Iterator[None]:
+def _told(where: str) -> Iterator[None]:
     """Add to an exception's message where it came up."""
     try:
         yield

@@ -214,7 +214,8 @@ class LogRecorder:
 
     def _gathered(self) -> list[_Record]:
         """What all processes have written down, in the order in which one process alone would have."""
-        paths = {id(child): path for path, child in self.module.named_modules()}
+        logs_metrics = any(isinstance(record[2], _Forwarded) for record in self._records)
+        paths = {id(child): path for path, child in self.module.named_modules()} if logs_metrics else {}
         portable = []
         for hook, name, value, options, weight, update, number in self._records:
             if isinstance(value, _Forwarded):
