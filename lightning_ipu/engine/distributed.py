@@ -68,8 +68,8 @@ class Processes:
         everyone = [torch.empty(len(mine), dtype=torch.uint8, device=self.device) for _ in range(count)]
         dist.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device), group=group)
         theirs = [tensor.cpu().numpy().tobytes() for tensor in everyone]
-        if all(int.from_bytes(packed[:8], "little") <= _SMALL for packed in theirs):
-            return [pickle.loads(packed[8:]) for packed in theirs]
+        if all(int.from_bytes(each[:8], "little") <= _SMALL for each in theirs):
+            return [pickle.loads(each[8:]) for each in theirs]
         values = [None] * count
         dist.all_gather_object(values, value, group=group)
         return values
