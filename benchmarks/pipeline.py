@@ -4,11 +4,12 @@
 
 For every number of micro-batches M and length of a stage the same network of two equal stages is trained by one process with one thread, one
 process with two threads, a 1F1B pipeline of two processes with one thread each, and two replicas (M / 2 micro-batches each) on two
-processes with one thread each, all in host steps of 4 weight updates. The processes of the pipeline also train, in turn with it, as many
-updates of the same pipeline written by hand with torch.distributed.pipelining, and each its own stage alone in a plain loop that exchanges
-nothing. The bound of the pipeline is (M + S - 1) micro-batches of the slower of the two stages so trained, S = 2: the bubble makes it
-(M + S - 1) / M times the stages' work, and the excess of the slower stage over the mean is their imbalance. Ratios are taken within a round;
-the median over rounds is shown with the lowest and highest. A quiet machine with two cores is needed to say anything.
+processes with one thread each, all in host steps of 4 weight updates. Two processes keep to a core each, as they do by default. The
+processes of the pipeline also train, in turn with it, as many updates of the same pipeline written by hand with
+torch.distributed.pipelining, and each its own stage alone in a plain loop that exchanges nothing. The bound of the pipeline is (M + S - 1)
+micro-batches of the slower of the two stages so trained, S = 2: the bubble makes it (M + S - 1) / M times the stages' work, and the excess of
+the slower stage over the mean is their imbalance. Ratios are taken within a round; the median over rounds is shown with the lowest and
+highest. A quiet machine with two cores is needed to say anything.
 """
 
 import argparse

@@ -56,7 +56,6 @@ class Launcher(_SubprocessScriptLauncher):
     """
 
     children: Children | None = None  # of this process, whichever of its Trainers started them
-    bind_cores = False  # let each process keep to its share of this machine's cores
 
     @override
     def launch(self, function: Callable, *args: Any, trainer: Trainer, **kwargs: Any) -> Any:
@@ -74,9 +73,10 @@ class Launcher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if Launcher.children is not None:
             Launcher.children.begin(trainer)
+        binds = trainer.strategy.bind_cores and trainer.strategy.root_device.type == "cpu"
         place = self.cluster_environment.local_rank(), self.num_processes
         try:
-            with own_cores(*place, threads=torch.get_num_threads()) if self.bind_cores else nullcontext():
+            with own_cores(*place, threads=torch.get_num_threads()) if binds else nullcontext():
                 return function(*args, **kwargs)
         except BaseException as error:
             if lost_another(error) and isinstance(error.__context__, SystemExit):  # it was leaving, and met nobody at a barrier on its way

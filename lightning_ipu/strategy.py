@@ -244,7 +244,6 @@ class IPUStrategy(DDPStrategy):
         if self._process_count > 1:
             _refuse_leftovers(self.cluster_environment)
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-            self._launcher.bind_cores = self.bind_cores and self.parallel_devices[0].type == "cpu"
 
     @property
     def _process_count(self) -> int:

@@ -27,7 +27,7 @@ from lightning_ipu.partition import Partition, cut
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
 
-_SMALL = 8192  # bytes of a packed value
+_SMALL = 8192  # bytes of a packed value that travel with its length
 
 
 class Processes:
@@ -61,18 +61,23 @@ class Processes:
     def gathered(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Every process's value, in the order of ranks.
 
-        Small values take one collective: all_gather_object takes two, and 1.4 to 3.7 ms on two cores where this takes 0.4.
+        Small values take one collective: torch's all_gather_object takes two, and 1.4 to 3.7 ms on two cores where this takes 0.4.
         """
-        count, packed = dist.get_world_size(group), pickle.dumps(value)
-        mine = len(packed).to_bytes(8, "little") + packed[:_SMALL].ljust(_SMALL)
-        everyone = [torch.empty(len(mine), dtype=torch.uint8, device=self.device) for _ in range(count)]
-        dist.all_gather(everyone, torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device), group=group)
-        theirs = [tensor.cpu().numpy().tobytes() for tensor in everyone]
-        if all(int.from_bytes(each[:8], "little") <= _SMALL for each in theirs):
-            return [pickle.loads(each[8:]) for each in theirs]
-        values = [None] * count
-        dist.all_gather_object(values, value, group=group)
-        return values
+        packed = pickle.dumps(value)
+        starts = self._exchanged(len(packed).to_bytes(8, "little") + packed[:_SMALL], size=8 + _SMALL, group=group)
+        longest = max(int.from_bytes(start[:8], "little") for start in starts)
+        if longest <= _SMALL:
+            return [pickle.loads(start[8:]) for start in starts]
+        return [pickle.loads(whole) for whole in self._exchanged(packed, size=longest, group=group)]
+
+    def _exchanged(self, data: bytes, *, size: int, group: dist.ProcessGroup | None) -> list[memoryview]:
+        """Every process's bytes, filled up to a common size."""
+        filled = bytearray(size)
+        filled[: len(data)] = data
+        mine = torch.frombuffer(filled, dtype=torch.uint8).to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, mine, group=group)
+        return [memoryview(theirs.cpu().numpy()) for theirs in everyone]
 
     def largest(self, number: int) -> int:
         """The largest of every process's numbers."""
