@@ -508,6 +508,7 @@ def main(
             report(str(error), prog=parser.prog)
             return 2
     try:
+        machine.bound_spinning()
         machine.load("lightning_ipu.run")
         return start(lightning, **form)
     except KeyboardInterrupt:  # while torch was being loaded; later on a handler of signals takes over

@@ -1,8 +1,7 @@
 """What a command settles before its first big allocation: its place among processes, cores, memory, and how the big libraries are loaded.
 
 None of them is part of the plan: they move the speed and, at most, a sum's last bit. Each gives way to what the user set in
-the environment. Nothing here imports torch before it is needed. How OpenMP's threads wait for one another is left as it is: made to
-sleep (OMP_WAIT_POLICY=PASSIVE), two threads took 1.2 to 1.4 times as long on idle cores, and twice as long beside a second run.
+the environment. Nothing here imports torch before it is needed.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "load", "own_cores", "set_threads", "share_of_cores", "started_rank", "usable_cores"]
+__all__ = ["bound_spinning", "keep_freed_memory", "load", "own_cores", "set_threads", "share_of_cores", "started_rank", "usable_cores"]
 
 LAUNCHED_BY_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
 GRACE = 10.0  # seconds in which the first process, or one that lost another, may still say what happened, before the others are ended
@@ -24,6 +23,8 @@ LAUNCHED_BY = int(os.environ.pop(LAUNCHED_BY_VARIABLE, "0"))  # taken out at onc
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # glibc's malloc.h
 _LARGEST_INT = 2**31 - 1
+_WAITING_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+TURNS_OF_SPINNING = 1000
 _ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -127,6 +128,17 @@ def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # Lightning, too, leaves the number alone where this is set
     return torch.get_num_threads()
+
+
+def bound_spinning() -> None:
+    """Let OpenMP's threads spin for `TURNS_OF_SPINNING` while they wait for one another, and then sleep; before torch is imported.
+
+    libgomp by itself lets them spin for milliseconds. Beside another program on the same cores the thread that spins holds the core that the one
+    it waits for needs, and training becomes five to ten times slower (benchmarks/busy.py). Where the environment says how threads are
+    to wait (GOMP_SPINCOUNT, OMP_WAIT_POLICY), it is left alone. Processes that this one starts inherit the setting.
+    """
+    if not any(os.environ.get(name) for name in _WAITING_VARIABLES):
+        os.environ["GOMP_SPINCOUNT"] = str(TURNS_OF_SPINNING)
 
 
 def keep_freed_memory() -> bool:

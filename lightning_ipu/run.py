@@ -39,6 +39,7 @@ from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirecto
 from lightning_ipu.plan import Plan
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import weight_updates_in
+from lightning_ipu.slowdown import SlowdownWatch
 from lightning_ipu.strategy import IPUStrategy
 
 __all__ = ["Command", "CommandLine", "keep_quiet", "run_command"]
@@ -319,6 +320,7 @@ class CommandLine(LightningCLI):
             )
             self.signals.display = self.display
             callbacks.append(self.display)
+        callbacks.append(SlowdownWatch())
         writes = self.subcommand == "fit" and not settings.fast_dev_run
         own_loggers = settings.logger in (None, True)
         if own_loggers:
@@ -343,7 +345,8 @@ class CommandLine(LightningCLI):
                 f"trainer.strategy: {type(trainer.strategy).__name__} has no plan; this command runs under IPUStrategy"
             )
         if not trainer.is_global_zero:  # only now that is known, of the first process of another machine, too
-            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self.display]
+            shown = (self.display, *(callback for callback in trainer.callbacks if isinstance(callback, SlowdownWatch)))
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback not in shown]
         elif writes:
             self.output = OutputDirectory(directory)
             if own_loggers:

@@ -205,3 +205,25 @@ def test_precision_names_are_settled_or_refused_by_name():
     assert precision.precision_name("64-true") is None
     with pytest.raises(ValueError, match="unknown precision '8.8'; known are"):
         precision.resolve("8.8", accelerator="cpu")
+
+
+_SPINNING = """
+import os, subprocess, sys
+from lightning_ipu import cli
+print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+def start(words, short, given):
+    print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
+    return 0
+parser = cli.build_parser(prog="x", description="", epilog="", options=(), version=str)
+cli.main(["fit"], parser=parser, options=(), settle=list, start=start)
+"""
+
+
+@pytest.mark.parametrize(
+    ("users", "after"), [({}, "1000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE")]
+)
+def test_a_command_bounds_how_long_threads_spin_before_torch_is_there_unless_the_user_says_how_they_wait(users, after):
+    inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    words = [sys.executable, "-c", "LIGHT_START = True\n" + _SPINNING]
+    done = subprocess.run(words, env={**inherited, **users}, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == [f"{users.get('GOMP_SPINCOUNT')} False", after]
