@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -169,7 +169,7 @@ class CosmoFlowModule(pl.LightningModule):
             self.network.to(memory_format=torch.channels_last_3d)
         self.transform = CountTransform(in_channels, apply_log=apply_log)
         self.reported: dict[str, dict[str, float]] = {}  # the last scores of "val" and "test"
-        self._scores: list[tuple[Tensor, Tensor]] = []  # predictions and targets of the evaluation in progress
+        self._scores: list[tuple[Tensor, Tensor]] = []  # predictions and targets of an evaluation, at its end those of all processes
 
     def forward(self, counts: Tensor) -> Tensor:
         """Parameters [batch, 4] from -1.2 to 1.2 of volumes of counts [batch, channels, size, size, size], int16 or any other numbers."""
@@ -236,10 +236,10 @@ class CosmoFlowModule(pl.LightningModule):
 
     def _log_r2(self, split: str) -> None:
         """Share of each parameter's variance that the predictions explain, over the whole evaluation."""
+        self._scores = [score for scores in _everyones(self._scores) for score in scores]
         sums = torch.zeros(4, 4, dtype=torch.float64)  # of 1, targets, their squares, squared errors; for each parameter
         for predictions, targets in self._scores:
             sums += torch.stack([value.sum(0) for value in (torch.ones_like(targets), targets, targets**2, (predictions - targets) ** 2)])
-        sums = self.trainer.strategy.reduce(sums.to(self.device), reduce_op="sum").cpu()
         count, total, squares, errors = sums
         r2 = 1 - errors / (squares - total**2 / count)
         for number, name in enumerate(PARAMETERS):
@@ -266,6 +266,15 @@ class CosmoFlowModule(pl.LightningModule):
         per_epoch = updates_per_epoch(self.trainer) if "warmup_epochs" in self._schedule_options else None
         schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _everyones(value: Any) -> list[Any]:
+    """What each process has in the place of `value`, in their order."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [value]
+    values = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 class Report(Callback):

@@ -148,8 +148,9 @@ class ImageClassifier(pl.LightningModule):
         self._log(self._evaluate(batch[0]), batch[1], "test")
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Probabilities [batch, classes] of images, or of a batch's images; each row sums to 1."""
-        return self._evaluate(batch if isinstance(batch, Tensor) else batch[0]).softmax(dim=1)
+        """Probabilities [batch, classes] of images, or of a batch's images: each row sums to 1, but with bce each class has its own."""
+        logits = self._evaluate(batch if isinstance(batch, Tensor) else batch[0])
+        return logits.sigmoid() if self.hparams.loss == "bce" else logits.softmax(dim=1)
 
     def _evaluate(self, images: Tensor) -> Tensor:
         """Logits [batch, classes], in at least 32 bits."""

@@ -167,6 +167,7 @@ class MetricsFile(Logger):
         self._directory.mkdir(parents=True, exist_ok=True)
         self._columns, rows = self._read() if self.path.exists() else (["step", "epoch"], [])
         kept = [row for row in rows if self._kept_until is None or int(row["step"]) < self._kept_until]
+        self._kept_until = None  # done: rows that come from now on are this run's
         self._rewrite(kept)
         self._last_step = int(kept[-1]["step"]) if kept else None
 

@@ -173,6 +173,22 @@ def test_a_continued_file_keeps_its_rows_up_to_the_update_it_goes_on_after(tmp_p
     assert rows[0]["only_before"] == "1" and rows[2]["only_before"] == ""
 
 
+@pytest.mark.parametrize(("before", "goes_on", "trained"), [(range(5), 5, range(5, 9)), ((), 0, range(9))], ids=["resumed", "begun"])
+def test_what_is_logged_after_training_that_went_on_joins_the_rows_of_the_whole_run(tmp_path, before, goes_on, trained):
+    first = MetricsFile(tmp_path)
+    for step in before:
+        first.log_metrics({"train_loss": float(step)}, step=step)
+    first.finalize("success")
+    logger = MetricsFile(tmp_path)
+    logger.go_on_after(goes_on)
+    for step in trained:
+        logger.log_metrics({"train_loss": float(step)}, step=step)
+    logger.finalize("success")  # the training is over; a test of the final weights follows
+    logger.log_metrics({"test_loss": 2.5}, step=9)
+    logger.finalize("success")
+    assert [int(row["step"]) for row in _rows(logger.path)] == list(range(10))
+
+
 def test_half_a_line_of_a_killed_run_is_no_row(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,epoch,train_loss\r\n0,0,1.5\r\n1,0")
     logger = MetricsFile(tmp_path)

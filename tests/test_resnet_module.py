@@ -108,6 +108,9 @@ def test_validation_and_test_score_every_sample_alike_and_prediction_gives_proba
         )
     for batches in (data, DataLoader(images, batch_size=4)):  # with labels, and without
         torch.testing.assert_close(torch.cat(trainer.predict(module, batches)), logits.softmax(1))
+    decisions = ResNetModule(size="8", loss="bce")  # one for each class, apart from the others
+    decisions.load_state_dict(module.state_dict())
+    torch.testing.assert_close(torch.cat(trainer.predict(decisions, data)), 1 / (1 + (-logits).exp()))
 
 
 @pytest.mark.parametrize(("autocast", "network", "expected"), [(True, torch.float32, torch.float32), (False, torch.float64, torch.float64)])

@@ -19,6 +19,7 @@ import averaged
 import logged
 import numpy
 import pytorch_lightning as pl
+import reported
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.utilities import CombinedLoader
@@ -409,11 +410,13 @@ def main(folder: Path, processes: int) -> None:
             torch.save(result, folder / f"{number}.pt")
     if processes == 2:
         average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
+        reports = {plan: reported.run(2, plan) for plan in reported.PLANS}
         messages = {name: refusal(name) for name in REFUSALS}
         bound, free = (cores(2), cores(2, bind_cores=False)) if hasattr(os, "sched_getaffinity") else ([], [])
         if torch.distributed.get_rank() == 0:
             torch.save(average, folder / "averaged.pt")
             torch.save(logs, folder / "logged.pt")
+            torch.save(reports, folder / "reported.pt")
             torch.save(messages, folder / "refusals.pt")
             torch.save({True: bound, False: free}, folder / "cores.pt")
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import averaged
 import logged
+import numpy as np
 import processes
 import pytest
 import pytorch_lightning as pl
+import reported
 import torch
 from plain_loop import train
 from processes import CASES, Spread, dataset, run
@@ -168,3 +170,13 @@ def test_what_is_logged_is_the_same_on_two_processes(plan, folder):
     assert sum(two["ends"]) == one["ends"][0] * (1 if whole else 2)
     assert apart["apart"][1] != apart["apart"][2] and not one["warnings"]
     assert len(two["warnings"]) == 1 and "'apart'" in two["warnings"][0] and "\n" not in two["warnings"][0]
+
+
+@pytest.mark.parametrize("plan", reported.PLANS)
+def test_the_picture_of_a_validation_shows_the_samples_of_all_processes(plan, folder):
+    one, two = reported.run(1, plan), torch.load(folder / "reported.pt", weights_only=False)[plan]
+    for drawn in (one, two):
+        order, places = np.argsort(drawn["t"][:, 0]), np.argsort(drawn["truth"][:, 0])
+        np.testing.assert_array_equal(drawn["t"][order], drawn["truth"][places])
+        np.testing.assert_allclose(drawn["p"][order], one["p"][np.argsort(one["t"][:, 0])], rtol=1e-5)
+    assert two["r2"] == pytest.approx(one["r2"], rel=1e-6)
