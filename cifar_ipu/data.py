@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cifar_ipu.augment import ImageAugmentation
+from lightning_ipu.fingerprint import fingerprint
 
 PADDING = 4  # pixels of zero border around an image before its random crop, where nothing else is said
 NETWORK_TIMEOUT = 10.0  # seconds without an answer after which a server counts as not there
@@ -872,6 +873,14 @@ class ImageDataModule(pl.LightningDataModule):
         if not self.used_sample:
             return None
         return "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
+
+    def fingerprint(self) -> str:
+        """A word for what is trained on: the data set or how it is made up, and which of its images are not held out.
+
+        Two data modules with the same word draw the same samples in the same order for one seed; a checkpoint can keep it.
+        """
+        made = self.synthesis and [self.synthesis.kind, self.synthesis.classes, self.image_size, self.synthesis.seed]
+        return fingerprint(self.dataset_name, self.in_channels, made, self._parts["train"].rows.numpy())
 
     def prepare_data(self) -> None:
         """Download the data set if it is missing and may be downloaded."""

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cosmoflow_ipu.universe import PARAMETERS, REDSHIFTS, Universes, cut
 from lightning_ipu import machine
+from lightning_ipu.fingerprint import fingerprint
 from lightning_ipu.output import write_atomically
 from lightning_ipu.randomness import mix, name_word
 from lightning_ipu.tfrecord import TFRecordError, TFRecords, encode_example, only_bytes, only_floats, parse_example, write_tfrecord
@@ -535,6 +536,18 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             return self.data_dir
         settings = json.dumps([asdict(self.universes), self.input_size, self.pack], sort_keys=True)
         return self.data_dir / f"universes-{self.input_size}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+
+    def fingerprint(self) -> str:
+        """A word for what is trained on: the files and records, or the family of universes, without those left out or held out.
+
+        Two data modules with the same word draw the same samples in the same order for one seed; a checkpoint can keep it. Packing does not
+        change it: the cubes are the same.
+        """
+        if self.dataset_name == "dummy":
+            return fingerprint(self.input_size, self.seed, self.n_train)
+        part = self.part("train")
+        source = asdict(self.universes) if self.universes is not None else part.records.fingerprint()
+        return fingerprint(self.input_size, source, part.rows)
 
     def indices(self, splits: Iterable[str]) -> dict[str, range]:
         """Numbers of the simulated universes that the splits need: whole universes, so that none is shared."""

@@ -23,6 +23,7 @@ import google_crc32c
 import numpy as np
 
 from lightning_ipu.checkpoint import atomic_write
+from lightning_ipu.fingerprint import fingerprint
 
 _UNPACKING_FAILED: tuple[type[Exception], ...] = (EOFError, OSError, ValueError, zlib.error)
 try:  # unpacks two to three times as fast
@@ -127,6 +128,10 @@ class TFRecords:
     def places(self) -> dict[str, np.ndarray]:
         """Where the records are, for `at`."""
         return {"starts": self._starts, "lengths": self._lengths, "first": np.array(self._first, dtype=np.int64)}
+
+    def fingerprint(self) -> str:
+        """A word for the files' names, without their folder, and where the records lie in them."""
+        return fingerprint([os.path.basename(path) for path in self.paths], self.places())
 
     @classmethod
     def at(cls, paths: Iterable[str | os.PathLike[str]], *, starts: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> TFRecords:

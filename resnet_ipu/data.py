@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import DataFileError, DataNotFoundError
 from lightning_ipu.checkpoint import atomic_write
+from lightning_ipu.fingerprint import fingerprint
 from lightning_ipu.randomness import mix, name_word
 from lightning_ipu.tfrecord import TFRecordError, TFRecords, only_bytes, parse_example
 from resnet_ipu.images import MEAN, STD, UNIFORMS, ImageError, center_crop, decode, half_scale_decoder, training_crop
@@ -114,6 +115,10 @@ class FolderImages:
     def read(self, number: int) -> tuple[np.ndarray, int]:
         """Bytes (uint8) and label of an image; raises OSError."""
         return np.fromfile(self.name(number), dtype=np.uint8), int(self.labels[number])
+
+    def fingerprint(self) -> str:
+        """A word for the images' names and labels; moving the root as a whole leaves it as it is."""
+        return fingerprint(self.folders, self.folder_of, self.names, self.ends, self.labels)
 
     def stamp(self, number: int) -> list[int]:
         """What changes when the image does."""
@@ -262,6 +267,10 @@ class ShardImages:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def fingerprint(self) -> str:
+        """A word for the shards' names and where in them the records lie; moving them as a whole leaves it as it is."""
+        return self.records.fingerprint()
 
     def name(self, number: int) -> str:
         """File, record and byte."""
@@ -743,6 +752,14 @@ class ImageNetDataModule(pl.LightningDataModule):
                 more = [f"  and {len(bad) - 20:,} more"] if len(bad) > 20 else []
                 lines += [f"{len(bad):,} bad {split} images were left out:", *shown, *more]
         return "\n".join(lines) or None
+
+    def fingerprint(self) -> str:
+        """A word for what is trained on: the list of the images, those left out, their classes. Pixels are not looked at.
+
+        Two data modules with the same word draw the same samples in the same order for one seed; a checkpoint can keep it.
+        """
+        part = self.part("train")
+        return fingerprint(self.classes, self.num_classes, None if part is None else [part.source.fingerprint(), part.rows])
 
     # -- parts
 
