@@ -840,14 +840,16 @@ class ImageDataModule(pl.LightningDataModule):
             return known_data_set(dataset)
         if self.synthetic is not None or is_on_disk("CIFAR-10", data_dir=self.data_dir):
             return "CIFAR-10"
-        reason = f"CIFAR-10 is not in {self.data_dir}, and downloads are switched off"
+        reason = "must not be downloaded"
         if self.download:
             try:
                 fetch("CIFAR-10", data_dir=self.data_dir)
                 return "CIFAR-10"
-            except DataNotFoundError as error:
-                reason = str(error)
-        rank_zero_warn(f"No data set was named, so this run uses the embedded sample, 2,000 + 500 Fashion-MNIST images: {reason}")
+            except DataNotFoundError:
+                reason = "cannot be downloaded"
+        rank_zero_warn(
+            f"no data set is named, CIFAR-10 is not in {self.data_dir} and {reason}: this run uses a sample, 2,000 + 500 Fashion-MNIST images"
+        )
         return "SAMPLE"
 
     @property

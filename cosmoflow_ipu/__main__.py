@@ -269,11 +269,17 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
 
 def _note(data: CosmoFlowDataModule, *, fom: bool) -> str | None:
     """The closing line: errors of the last evaluation, and what they are not."""
-    from cosmoflow_ipu.module import mae_line
+    from cosmoflow_ipu.module import MIDDLE, mae_line
 
     reported = data.trainer.lightning_module.reported
     names = {"val": "", "test": "test "}
-    lines = [names[prefix] + mae_line(scores, prefix, spread=data.physical_spread) for prefix, scores in reported.items()]
+    lines = []
+    for prefix, scores in reported.items():
+        lines.append(names[prefix] + mae_line(scores, prefix, spread=data.physical_spread))
+        if scores[f"{prefix}_mae"] >= scores[MIDDLE] and data.dataset_name != "dummy":
+            lines.append(
+                f"That is no better than a constant: the middle of each range gets {scores[MIDDLE]:.4f}. Train for longer, or on more universes."
+            )
     if fom and "val" in reported:
         lines.append(f"FoM: {reported['val']['val_mae']:.6f}")
     if data.dataset_name == "dummy":

@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "RMSprop": torch.optim.RMSprop,
 }
 _WITH_MOMENTUM = ("SGD", "RMSprop")
+MIDDLE = "mae_of_the_middle"  # what taking each parameter for the middle of its range gets of the evaluated samples
 
 
 class CountTransform(nn.Module):
@@ -295,6 +296,7 @@ class Report(Callback):
         show = print if trainer.progress_bar_callback is None else trainer.progress_bar_callback.print
         show(f"{prefix} " + mae_line(module.reported[prefix], prefix, spread=module.hparams.physical_spread))
         predictions, targets = (torch.cat(parts).numpy() for parts in zip(*module._scores, strict=True))
+        module.reported[prefix][MIDDLE] = float(abs(targets).mean())
         from cosmoflow_ipu.pictures import draw_predictions
 
         draw_predictions(predictions, targets, path=Path(trainer.default_root_dir) / f"{name}.png", spread=module.hparams.physical_spread)

@@ -23,7 +23,9 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-__all__ = ["RunDisplay", "closing_lines", "plan_rows", "plan_table", "score_table"]
+from lightning_ipu.host_events import events_of
+
+__all__ = ["RunDisplay", "closing_lines", "counted", "plan_rows", "plan_table", "score_table"]
 
 SECONDS_BETWEEN_LINES = 10.0
 REFRESHES_PER_SECOND = 2.0
@@ -35,18 +37,23 @@ REFRESHES_PER_SECOND = 2.0
 def plan_rows(trainer: pl.Trainer) -> list[tuple[str, str]]:
     """The plan that a strategy carries out, in words: what enters a weight update and what an epoch is."""
     plan, progress = trainer.strategy.plan, trainer.strategy.progress
-    ipus = f"{plan.num_ipus:,} virtual IPU{'s' if plan.num_ipus > 1 else ''}"
+    stages = f"{plan.num_stages:,} ({counted(plan.num_ipus, 'virtual IPU')})"
+    if plan.num_stages > 1 and trainer.world_size == 1:
+        stages += "; one process runs the network whole"
     if progress.updates_per_epoch is None:
         epoch = "as long as the stream"
     else:
-        epoch = f"{progress.updates_per_epoch:,} weight updates, {progress.samples_left_out:,} samples left out"
+        epoch = f"{counted(progress.updates_per_epoch, 'weight update')}, {counted(progress.samples_left_out, 'sample')} left out"
+    host_step = f"{counted(plan.device_iterations, 'weight update')} per host step, at most"
+    if (bound := events_of(trainer, plan, progress.updates_per_epoch).bound) is not None:
+        host_step += f"; here {bound[0]:,}: {bound[1]}"
     return [
         ("micro-batch", f"{plan.micro_batch_size:,}"),
         ("gradient accumulation A", f"{plan.gradient_accumulation_factor:,}"),
         ("replicas R", f"{plan.replication_factor:,}"),
-        ("stages S", f"{plan.num_stages:,} ({ipus})"),
-        ("global batch", f"{plan.samples_per_update:,} samples per weight update"),
-        ("device iterations D", f"{plan.device_iterations:,} weight updates per host step, at most"),
+        ("stages S", stages),
+        ("global batch", f"{counted(plan.samples_per_update, 'sample')} per weight update"),
+        ("device iterations D", host_step),
         ("epoch", epoch),
     ]
 
@@ -303,7 +310,9 @@ class RunDisplay(ProgressBar):
         done, total = self._position()
         if self._stage:
             return f"{self._stage} · batch {done:,}{_of(self._stage_total)}"
-        parts = [f"epoch {trainer.current_epoch + 1}{_of(trainer.max_epochs)}", f"update {done:,}{_of(total)}"]
+        epochs = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None
+        epoch = trainer.current_epoch + 1  # of a run that is over Lightning counts one more
+        parts = [f"epoch {min(epoch, epochs or epoch)}{_of(epochs)}", f"update {done:,}{_of(total)}"]
         latest = trainer.strategy.progress.latest
         loss = latest.get(self.names["train"], latest.get(f"{self.names['train']}_step"))
         if loss is not None:
@@ -380,6 +389,11 @@ class _Ticker(threading.Thread):
         self._stopped = True
         self._wake.set()
         self.join()
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things in words: 1 sample, 2 samples."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _of(total: int | None) -> str:

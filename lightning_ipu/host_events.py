@@ -55,17 +55,21 @@ class HostEvents:
         return max(1, min(bounds))
 
     @property
-    def reduction(self) -> str | None:
-        """One line that says by what the device iterations are cut, None where nothing cuts them."""
+    def bound(self) -> tuple[int, str] | None:
+        """The most weight updates that a host step holds, and what is due after them; None where that is the device iterations."""
         limits = [*((what, period) for what, _, period in self.in_run), *self.in_epoch, *self.before]
         if self.updates_per_epoch is not None:
             limits.append(("an epoch", self.updates_per_epoch))
         if self.max_steps >= 0:
             limits.append(("the run (max_steps)", self.max_steps))
-        cutting = [(period, what) for what, period in limits if period < self.device_iterations]
-        if not cutting:
+        return min(((period, what) for what, period in limits if period < self.device_iterations), default=None)
+
+    @property
+    def reduction(self) -> str | None:
+        """One line that says by what the device iterations are cut, None where nothing cuts them."""
+        if self.bound is None:
             return None
-        period, what = min(cutting)
+        period, what = self.bound
         return f"device_iterations={self.device_iterations}: host steps hold at most {period}, since {what} is due after every {period} weight updates"
 
 

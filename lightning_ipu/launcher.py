@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_ipu.machine import GRACE, LAUNCHED_BY, LAUNCHED_BY_VARIABLE, own_cores
 from lightning_ipu.plan import PlanError
 
+LONG_WAIT = 30.0  # seconds until the first process says that it waits for others: on a busy machine it takes them ten to load torch
 _OTHER_IS_GONE = (  # what gloo and torch's store say of it
     "Connection closed by peer",
     "Connection reset by peer",
@@ -94,7 +95,7 @@ class Launcher(_SubprocessScriptLauncher):
         """In here all processes find each other, after which one that is gone breaks a connection; the first says what keeps it waiting."""
         environment, total = self.cluster_environment, self.num_processes * self.num_nodes
         place = f"{environment.main_address}:{environment.main_port}"
-        word = threading.Timer(GRACE, _say, [f"still waiting for all {total} processes at {place}"])
+        word = threading.Timer(LONG_WAIT, _say, [f"still waiting for all {total} processes at {place}"])
         word.daemon = True
         if environment.global_rank() == 0:
             word.start()

@@ -23,7 +23,7 @@ class ProfileReports(Callback):
 
     Of training it is the second host step, or the first where there is no other (first steps allocate memory and choose kernels); of a
     validation or test of its own, as opposed to those inside a fit, up to 10 batches. The reports go to the Trainer's ``default_root_dir``; an
-    evaluation's earlier report is kept as ``eval_report-1.txt``, .... With several processes it is the first one that is profiled.
+    evaluation's earlier report is kept as ``eval_report-1.txt``, .... Of several processes the first one is profiled, as the report says.
     """
 
     def __init__(self) -> None:
@@ -95,6 +95,7 @@ class ProfileReports(Callback):
 
     def _begin(self, trainer: pl.Trainer) -> None:
         if trainer.is_global_zero:
+            self._whose = f", of the first of {trainer.world_size} processes alone" if trainer.world_size > 1 else ""
             self._cuda = trainer.strategy.root_device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])])
             self._profiler.start()
@@ -113,7 +114,7 @@ class ProfileReports(Callback):
         rate = f", {samples / seconds:,.1f} samples/s" if samples else ""
         threads = torch.get_num_threads()
         where = torch.cuda.get_device_name() if self._cuda else f"CPU, {threads} thread{'s' if threads > 1 else ''}"
-        return f"{what}: {seconds:.3f} s{rate}, slowed by being profiled\ntorch {torch.__version__} on {where}\n\n{table}\n"
+        return f"{what}{self._whose}: {seconds:.3f} s{rate}, slowed by being profiled\ntorch {torch.__version__} on {where}\n\n{table}\n"
 
     def _write(self, trainer: pl.Trainer, name: str) -> None:
         path = Path(trainer.default_root_dir) / name
@@ -123,4 +124,4 @@ class ProfileReports(Callback):
         write_atomically(path, self._text)
         self._text = None
         show = print if trainer.progress_bar_callback is None else trainer.progress_bar_callback.print
-        show(f"{path}: where the time went, by torch.profiler")
+        show(f"{path}: where the time went{self._whose}, by torch.profiler")

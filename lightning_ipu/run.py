@@ -34,7 +34,7 @@ from lightning_ipu.checkpoint import atomic_write
 from lightning_ipu.display import RunDisplay, closing_lines, score_table
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import Launcher
-from lightning_ipu.lifecycle import SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
+from lightning_ipu.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically, write_scores
 from lightning_ipu.plan import Plan
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
@@ -285,8 +285,9 @@ class CommandLine(LightningCLI):
             config.data.dataset = self.datamodule.dataset_name  # a replay must not look for another one
         if getattr(self.datamodule, "classes", None):
             config.data.classes = self.datamodule.classes  # the network's outputs keep their meaning, whatever folders it meets
-        facts = self.command.facts(self)
-        if self.subcommand == "fit":
+        facts: list[tuple[str, str]] = []
+        if self.subcommand == "fit":  # an evaluation shows no table, and must not look for the training images
+            facts = [*self.command.facts(self), *self._training_facts()]
             length, words = self._run_length()
             for name, value in length.items():
                 config.trainer[name] = value
@@ -435,6 +436,16 @@ class CommandLine(LightningCLI):
         processes = [("processes", f"{count}")] if (count := self._process_count()) > 1 else []
         return [("device", device), *processes, ("precision", f"{name} (Trainer: {self.precision})" if name else self.precision)]
 
+    def _training_facts(self) -> list[tuple[str, str]]:
+        """Rows for the table: how the weights are moved, from which seed, and where the results go."""
+        options, config = self.model.hparams, self.config[self.subcommand]
+        return [
+            ("optimizer", options.optimizer),
+            ("learning rate", f"{options.learning_rate:g} at its height, schedule {options.schedule}"),
+            ("seed", "none" if config.seed_everything is False else f"{config.seed_everything}"),
+            ("output directory", config.trainer.default_root_dir),
+        ]
+
     # -- what follows
 
     def fit(self, **arguments: Any) -> None:
@@ -466,8 +477,20 @@ class CommandLine(LightningCLI):
             rows = self._score_checkpoints()
             if scored_below:
                 self._close(closing_lines(accuracy=rows[-1].get(VAL_ACCURACY), loss=rows[-1].get(VAL_LOSS)))
+        self._close(self._places())
         if note := self.command.note(self.datamodule):
             self._close([note])
+
+    def _places(self) -> list[str]:
+        """Where a training has left what, in one line."""
+        if self.output is None or self.checkpoints is None:
+            return []
+        last, best = self.checkpoints.directory / LAST, self.trainer.checkpoint_callback
+        parts = [f"last checkpoint {last}"] if last.exists() else []
+        if isinstance(best, BestCheckpoint) and best.monitor is not None and best.best_model_path:
+            if (path := self.checkpoints.directory / Path(best.best_model_path).name).exists():
+                parts.append(f"best {path} ({best.monitor} {float(best.best_model_score):.4f})")
+        return [f"results in {self.output.path}{': ' if parts else ''}{', '.join(parts)}"]
 
     def validate(self, **arguments: Any) -> None:
         """Lightning's ``validate`` with this command's closing lines in place of its table."""
@@ -591,6 +614,7 @@ _CHATTER = (
     "args parameter is intended to run from within Python",
     "Consider setting `persistent_workers=True`",
     "samples are left out of every epoch",  # the table says so
+    "host steps hold at most",  # so it does
     "Total length of `list` across ranks is zero",  # no validation was asked for
     "isinstance(treespec, LeafSpec)",  # a note from torch to Lightning
 )

@@ -192,7 +192,10 @@ class LogRecorder:
         """
         if self.module.trainer.barebones:
             self._records.clear()
-        records = self._records if self._gather is None else self._gathered()
+        records = self._records
+        if self._gather is not None:  # the others', too: in a pipeline the first process has no loss of its own
+            records = self._gathered()
+            self.latest.update({name: value.step if isinstance(value, _Forwarded) else value for _, name, value, *_ in records})
         calls: dict[tuple[str, str], list[tuple[Any, float | None, int]]] = {}
         for hook, name, value, options, weight, update, _ in records:
             key = hook or step_hook, name

@@ -83,6 +83,7 @@ def test_plain_output_shows_the_plan_and_an_epoch_in_lines_without_control_codes
     assert re.search(r"^epoch 1/2 · train loss \d\.\d+ · val loss 1\.0000 · val accuracy 25\.00 % · \d+\.\d s$", output, re.M)
     assert output.count("train loss") == 2
     assert shown.throughput > 0 and shown.validated_at == 4
+    assert shown._words().startswith("epoch 2/2 · update 2/2")  # also now that the epoch is over
 
 
 def test_plain_lines_come_now_and_then_within_one_host_step(tmp_path, monkeypatch):
@@ -90,7 +91,7 @@ def test_plain_lines_come_now_and_then_within_one_host_step(tmp_path, monkeypatc
     text = io.StringIO()
     _run(tmp_path, samples=40, console=Console(file=text, width=120), seconds=0.02, device_iterations=20)
     seen = [int(number) for number in re.findall(r"^epoch 1/1 · update (\d+)/20 · loss", text.getvalue(), re.M)]
-    assert len(seen) >= 3 and seen == sorted(seen) and 0 < seen[0] < seen[-1] < 20
+    assert len(seen) >= 3 and seen == sorted(seen) and 0 < seen[0] < seen[-1] <= 20
     assert re.search(r"lr 0\.1 · \d+\.\d samples/s · \d+\.\d s left", text.getvalue())
     assert not [thread for thread in threading.enumerate() if thread.name == "progress lines"]
 

@@ -120,7 +120,7 @@ def test_checkpoints_of_a_run_are_scored_at_its_end_and_again_from_their_directo
     assert files("results/checkpoints") == {"last.ckpt", "update8.ckpt", "update20.ckpt"}  # after epochs 2 and 5
     scores = rows("results/validation.csv")
     assert [(row["step"], row["epochs"], row["checkpoint"]) for row in scores] == [("8", "2", "update8.ckpt"), ("20", "5", "update20.ckpt")]
-    table = [re.findall(r"[\w.]+", line) for line in output.splitlines() if ".ckpt" in line]
+    table = [re.findall(r"[\w.]+", line) for line in output.splitlines() if "│" in line and ".ckpt" in line]
     assert [words[2] for words in table] == ["update8.ckpt", "update20.ckpt"]
     assert [words[4] for words in table] == [f"{100 * float(row['val_accuracy']):.2f}" for row in scores]
     final = f"accuracy: {100 * float(scores[-1]['val_accuracy']):.2f} %\nloss: {float(scores[-1]['val_loss']):.4f}\n"

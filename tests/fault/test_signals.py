@@ -12,9 +12,9 @@ from pathlib import Path
 RUN = "--dataset SAMPLE --size 8 --precision 32.32 --batch-size 16 --replication-factor 2 --limit-val-batches 2 --epochs 50".split()
 
 
-def start(folder: Path, *more: str, **environment: str) -> subprocess.Popen:
+def start(folder: Path, *more: str, module: list[str] | None = None, **environment: str) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
-    command = [sys.executable, "-m", "resnet_ipu", *RUN, "--output-dir", "out", *more]
+    command = [sys.executable, *(module or ["-m", "resnet_ipu"]), *RUN, "--output-dir", "out", *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
 
@@ -24,7 +24,10 @@ def test_a_process_that_waits_for_others_says_so_and_is_not_deaf(tmp_path):
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     as_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    process = start(tmp_path, **as_torchrun, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    impatient = (
+        "import runpy; from lightning_ipu import launcher; launcher.LONG_WAIT = 1; runpy.run_module('resnet_ipu', run_name='__main__')"
+    )
+    process = start(tmp_path, module=["-c", impatient], **as_torchrun, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     threading.Timer(60, process.kill).start()
     assert any(f"still waiting for all 2 processes at 127.0.0.1:{port}" in line for line in process.stdout)
     began = time.monotonic()
