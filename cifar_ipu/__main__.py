@@ -20,6 +20,7 @@ from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 if TYPE_CHECKING:
     from lightning_ipu.run import CommandLine
 
+CONFIGS = Path(__file__).parent / "configs"
 DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE")
 
 # The layers of each network, in order: --model-shard-position counts them from 0, and each can begin a stage by its name.
@@ -76,7 +77,7 @@ examples:
   python -m cifar_ipu --network estimator --replicas 2
   python -m cifar_ipu --network estimator --pipeline --gradient-accumulation-count 8 --model-shard-position 7
   python -m cifar_ipu --recipe fast --dataset FASHION-MNIST --data-dir DIR
-  python -m cifar_ipu --test-only --model-dir results
+  python -m cifar_ipu --test-only --output-dir results
   python -m cifar_ipu fit --config results/config.yaml          replay a run
 
 layers, counted from 0 by --model-shard-position; network.NAME in --pipeline-splits:
@@ -91,6 +92,7 @@ _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
 _TRAINING, _RUN = "training", cli.RUN
 
 OPTIONS = (
+    Option(name="--config", group="start from", metavar="FILE", help="options, one a line, which those on the command line go before; the package's own are for fit --config NAME"),
     Option(name="--network", group=_NETWORK, type=choice(*LAYERS), shown="keras; whitened with --recipe fast", help="keras is Keras' CIFAR-10 example, estimator has a third convolution in its first block, whitened is quick to train"),
     Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep images plane by plane in memory; slower on most devices"),
     #
@@ -102,10 +104,10 @@ OPTIONS = (
     Option(name="--no-augmentation", group=_DATA, type=bool, excludes="--augmentation", help="none of them"),
     Option(name="--crop-padding", group=_DATA, type=positive(zero=True), shown="2", help="pixels of border that crops are taken from"),
     #
-    Option(name="--batch-size", group=_PLAN, type=positive(), shown="keras 32, estimator 16; fast 64, whitened 128", help="samples at once on one replica, the micro-batch"),
-    Option(name="--replicas", group=_PLAN, type=positive(), shown="1, or as many as --ipus asks for", help="R, copies of the network whose gradients are averaged"),
-    Option(name="--ipus", group=_PLAN, type=positive(), shown="one per replica and stage; original: 2", help="virtual IPUs: replicas, or with --pipeline stages x replicas"),
-    Option(name="--gradient-accumulation-count", group=_PLAN, type=positive(), shown=f"1; {ACCUMULATION_IN_A_PIPELINE} with --pipeline", help="A, micro-batches per replica and weight update"),
+    Option(name="--batch-size", group=_PLAN, type=positive(), aliases=("--micro-batch-size",), shown="keras 32, estimator 16; fast 64, whitened 128", help="samples at once on one replica, the micro-batch"),
+    Option(name="--replicas", group=_PLAN, type=positive(), aliases=("--replication-factor",), shown="1, or as many as --ipus asks for", help="R, copies of the network whose gradients are averaged"),
+    Option(name="--ipus", group=_PLAN, type=positive(), aliases=("--num-ipus",), shown="one per replica and stage; original: 2", help="virtual IPUs: replicas, or with --pipeline stages x replicas"),
+    Option(name="--gradient-accumulation-count", group=_PLAN, type=positive(), aliases=("--gradient-accumulation-factor",), shown=f"1; {ACCUMULATION_IN_A_PIPELINE} with --pipeline", help="A, micro-batches per replica and weight update"),
     Option(name="--pipeline", group=_PLAN, type=bool, help="run the stages as a pipeline; without it they run one after the other (sharded): the same numbers"),
     Option(name="--model-shard-position", group=_PLAN, type=positive(), shown=", ".join(f"{name} {position}" for name, position in SHARD_POSITIONS.items()), help="layer that begins the second of two stages"),
     Option(name="--model_shard_position", group=_PLAN, type=positive(), help="the original's spelling of it"),
@@ -126,20 +128,20 @@ OPTIONS = (
     Option(name="--label-smoothing", group=_TRAINING, key="model.label_smoothing", type=positive(float, zero=True), metavar="X", shown="original 0, fast 0.1", help="share of the target spread over all classes"),
     Option(name="--mirror-evaluation", group=_TRAINING, key="model.mirror_evaluation", type=bool, help="score the mean of an image's and its mirror image's logits"),
     Option(name="--train-only", group=_TRAINING, type=bool, help="do not score the test set at the end"),
-    Option(name="--test-only", group=_TRAINING, type=bool, excludes="--train-only", help="do not train: score the latest checkpoint in --model-dir, with the settings it was trained with"),
+    Option(name="--test-only", group=_TRAINING, type=bool, excludes="--train-only", help="do not train: score the latest checkpoint in --output-dir, with the settings it was trained with"),
     #
     Option(name="--processes", group=_RUN, type=positive(), shown="1, or torchrun's", help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages"),
     *cli.MACHINE_OPTIONS,
     Option(name="--log-interval", group=_RUN, key="log_interval", type=positive(float), metavar="SECONDS", shown="10, or a terminal's moving line; original: 3", help="seconds between lines that say how far the run is"),
     Option(name="--summary-interval", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="weight updates between rows of metrics.csv; original: 1"),
-    Option(name="--model-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one"),
-    Option(name="--profile", group=_RUN, type=bool, help="write train_report.txt and eval_report.txt into --model-dir: which operators took how long"),
+    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one", aliases=("--model-dir",)),
+    Option(name="--profile", group=_RUN, type=bool, help="write train_report.txt and eval_report.txt into --output-dir: which operators took how long"),
     *cli.CHECKPOINT_OPTIONS,
 )  # fmt: skip
 
 # Beside --test-only: the checkpoint knows the rest, and what is given of it is listed as having no effect.
 _OF_A_TEST = {"dataset", "data_dir", "generated_data", "precision", "mirror_evaluation", "device", "threads"} | {
-    "no_allocator_setting", "model_dir", "profile", "test_only", "no_channels_last"
+    "no_allocator_setting", "output_dir", "profile", "test_only", "no_channels_last"
 }  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def settle(given: dict[str, Any]) -> list[str]:
         directory = settings["trainer.default_root_dir"] = cli.output_directory(given)
         if not any(Path(directory, "checkpoints").glob("*.ckpt")):
             raise UsageError(
-                f"--test-only: there is no checkpoint in {directory}/checkpoints; train first, or give the --model-dir of a run"
+                f"--test-only: there is no checkpoint in {directory}/checkpoints; train first, or give the --output-dir of a run"
             )
         settings["ckpt_path"] = "last"
     else:
@@ -303,7 +305,7 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="cifar_ipu", version=_version)
     parser = cli.build_parser(prog="cifar_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
-    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start)
+    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start, folder=CONFIGS)
 
 
 def _version() -> str:

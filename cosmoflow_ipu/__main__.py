@@ -13,7 +13,7 @@ from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli  # noqa: E402
+from lightning_ipu import cli, configs  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
@@ -26,6 +26,7 @@ NETWORKS = ("cosmoflow", "cosmoflow-mlperf", "cosmoflow-v1", "resnet")
 ACTIVATIONS = ("LeakyReLU", "ReLU", "ELU", "SELU", "Softplus", "Sigmoid", "Tanh")
 OPTIMIZERS = ("SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "RMSprop")
 DATA_SETS = ("synthetic", "tfrecord", "dummy")
+CONFIGS = Path(__file__).parent / "configs"
 EPOCHS = 10
 
 DESCRIPTION = """\
@@ -102,7 +103,7 @@ OPTIONS = (
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="SGD", help="SGD has a momentum of 0.9"),
     Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
     Option(name="--l2", group=_TRAINING, key="model.l2", type=positive(float, zero=True), metavar="X", shown="0; the benchmark's: 0.01", help="penalty on the hidden dense layers, as in Keras"),
-    Option(name="--n-epochs", group=_TRAINING, key="trainer.max_epochs", type=positive(), shown=str(EPOCHS), help="passes over the training set"),
+    Option(name="--n-epochs", group=_TRAINING, key="trainer.max_epochs", type=positive(), aliases=("--epochs",), shown=str(EPOCHS), help="passes over the training set"),
     Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),
     Option(name="--stop-at-mae", group=_TRAINING, type=positive(float), metavar="X", help="end when the validation's mean absolute error is at most X; the benchmark's: 0.124"),
     Option(name="--test", group=_TRAINING, type=bool, help="score universes of a test set as well, at the end"),
@@ -220,17 +221,13 @@ _NOTHING_TO_MONITOR = {"checkpoint.monitor": None, "checkpoint.filename": "updat
 
 def _find_config(name: str) -> Path:
     """A configuration in the working directory or, by its path or mere name, in the package."""
-    package = Path(__file__).parent
-    for place in (Path(name), package / name, package / "configs" / name, package / "configs" / f"{name}.yaml"):
-        if place.is_file():
-            if re.search(r"^(ipu_config|train):", place.read_text(errors="replace"), re.MULTILINE):
-                raise UsageError(
-                    f"--config {name} is laid out for the original program (data, model, optimizer, train, ipu_config): give its values as"
-                    " options, which have the same names, or start from configs/graphcore.yaml of the package"
-                )
-            return place
-    known = ", ".join(sorted(f"configs/{path.name}" for path in (package / "configs").glob("*.yaml")))
-    raise UsageError(f"--config {name}: there is no such file here, and in the package there are {known}")
+    place = configs.find(name, folder=CONFIGS, prog="cosmoflow_ipu")
+    if re.search(r"^(ipu_config|train):", place.read_text(errors="replace"), re.MULTILINE):
+        raise UsageError(
+            f"--config {name} is laid out for the original program (data, model, optimizer, train, ipu_config): give its values as"
+            " options, which have the same names, or start from configs/graphcore.yaml of the package"
+        )
+    return place
 
 
 # -- what needs torch ---------------------------------------------------------------------------------------------------------
@@ -397,7 +394,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not words or words[0] not in cli.SUBCOMMANDS:
         words = _with_named_config(words)
     parser = cli.build_parser(prog="cosmoflow_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
-    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start)
+    return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start, folder=CONFIGS, reads_config=False)
 
 
 def _with_named_config(words: list[str]) -> list[str]:

@@ -11,6 +11,7 @@ import difflib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_ipu import configs, machine, precision
+from lightning_ipu.words import arranged
 
 __all__ = [
     "AVERAGE_OPTIONS",
@@ -279,7 +281,7 @@ AVERAGE_OPTIONS = (
     ),
     Option(name="--weight-avg-N", group="average", type=int, metavar="N", shown="-1", help="how many of the newest; -1 for all"),
 )
-_OF_ONE_START = ("resume", "output_dir", "model_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
+_OF_ONE_START = ("resume", "output_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
 
 
 # -- parsing ------------------------------------------------------------------------------------------------------------------
@@ -359,10 +361,20 @@ def parse(arguments: Sequence[str], *, parser: argparse.ArgumentParser, options:
             raise UsageError(f"{name}: {refused[name]}")
     namespace, unknown = parser.parse_known_args(list(arguments))
     if unknown:
+        for command in (*SUBCOMMANDS, "average"):
+            if command in unknown:
+                rest = list(arguments)
+                rest.remove(command)
+                raise UsageError(f"{command} must come first: python -m {parser.prog} {shlex.join([command, *rest])}")
         word = unknown[0]
-        near = difflib.get_close_matches(word.split("=")[0], [option.name for option in options], n=1)
-        hint = f"; did you mean {near[0]}?" if near else f"; {parser.prog} --help lists the options"
+        known = [name for option in options for name in (option.name, *option.aliases)]
+        near = difflib.get_close_matches(word.split("=")[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near and near[0] not in refused else f"; {parser.prog} --help lists the options"
+        if "." in word.split("=")[0] and word.startswith("--"):
+            hint = f": keys of LightningCLI need a subcommand, python -m {parser.prog} fit {word} ..."
         raise UsageError(f"unknown option {word}{hint}" if word.startswith("-") else f"unexpected argument {word!r}{hint}")
+    if sum(word.partition("=")[0] == "--config" for word in arguments) > 1:
+        raise UsageError(f"--config is given twice, and one configuration is started from; python -m {parser.prog} fit takes several")
     given = vars(namespace)
     on = {name for name, value in given.items() if value is not False}
     for option in options:
@@ -419,7 +431,7 @@ def _say_once(line: str) -> None:
 
 def output_directory(given: Mapping[str, Any]) -> str:
     """Where the short options put what the run writes."""
-    directory = given.get("output_dir") or given.get("model_dir") or given.get("log_dir") or "results"
+    directory = given.get("output_dir") or given.get("log_dir") or "results"
     return f"{directory}/{given['log_dir_string']}" if "log_dir_string" in given else directory
 
 
@@ -478,7 +490,8 @@ def main(
     options: Sequence[Option],
     settle: Callable[[dict[str, Any]], list[str]],
     start: Callable[..., int],
-    folder: Path | None = None,
+    folder: Path,
+    reads_config: bool = True,
 ) -> int:
     """Run a command line, short form or LightningCLI's; returns the exit status.
 
@@ -487,14 +500,16 @@ def main(
         settle: turns the given options into the arguments of LightningCLI's ``fit``; raises UsageError.
         start: runs LightningCLI with such arguments; ``short`` tells it which form they came from, ``given`` the options that
             were given in the short one. All that imports torch happens in there.
-        folder: where the command's named configurations lie, for an option --config that names one of them or a file like them.
+        folder: where the command's named configurations lie.
+        reads_config: whether an option --config names short options in a file; else it is left to ``settle``.
     """
-    if arguments and arguments[0] in SUBCOMMANDS:
-        lightning, form = list(arguments), {"short": False, "given": {}}
-    else:
-        try:
+    try:
+        if arguments and arguments[0] in SUBCOMMANDS:
+            lightning = [arguments[0], *arranged(arguments[1:], folder=folder, prog=parser.prog)]
+            form = {"short": False, "given": {}}
+        else:
             given = parse(arguments, parser=parser, options=options)
-            if folder is not None and "config" in given:
+            if reads_config and "config" in given:
                 configured = configs.read(given.pop("config"), folder=folder, options=options, prog=parser.prog)
                 given = configs.overlay(configured, given, options)
             if given.get("resume"):
@@ -502,11 +517,11 @@ def main(
             kept = {name: value for name, value in given.items() if name not in _OF_ONE_START}
             flags = {option.dest for option in options if option.type is bool and not option.default}
             given = {name: value for name, value in given.items() if value or name not in flags}
-            words = [*settle(given), *lightning_arguments({"short_options": kept})]
-            lightning, form = ["fit" if given.get("training", True) else "validate", *words], {"short": True, "given": given}
-        except (UsageError, configs.ConfigError) as error:
-            report(str(error), prog=parser.prog)
-            return 2
+            settled = [*settle(given), *lightning_arguments({"short_options": kept})]
+            lightning, form = ["fit" if given.get("training", True) else "validate", *settled], {"short": True, "given": given}
+    except (UsageError, configs.ConfigError) as error:
+        report(str(error), prog=parser.prog)
+        return 2
     try:
         machine.bound_spinning()
         machine.load("lightning_ipu.run")

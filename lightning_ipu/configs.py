@@ -37,7 +37,7 @@ def read(name: str, *, folder: Path, options: Sequence[Option], prog: str, seen:
     Raises:
         ConfigError: no such configuration, unreadable, or with a key or a value that is not right.
     """
-    path = _find(name, folder)
+    path = find(name, folder=folder, prog=prog)
     if path in seen:
         raise ConfigError(f"{path}: {BASE}: {name} leads back to itself")
     keys = _load(path, prog)
@@ -51,7 +51,8 @@ def read(name: str, *, folder: Path, options: Sequence[Option], prog: str, seen:
     for key, value in keys.items():
         option = known.get(str(key).replace("_", "-"), known.get(str(key)))
         if option is None or option.name in _OF_A_START:
-            raise ConfigError(f"{path}: {_unknown(key, [*known, BASE, HARDWARE])}")
+            open_to_it = [spelling for spelling, known_option in known.items() if not known_option.refused]
+            raise ConfigError(f"{path}: {_unknown(key, [*open_to_it, BASE, HARDWARE])}")
         if option.refused:
             raise ConfigError(f"{path}: {key}: {option.refused}")
         if option.dest in own:
@@ -77,17 +78,31 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any], options: Iterabl
     return {**kept, **above}
 
 
-def _find(name: str, folder: Path) -> Path:
-    """The file that a configuration is in."""
-    for place in (folder / name, folder / f"{name}.yaml") if "/" not in name else ():
-        if place.is_file():
-            return place
-    if Path(name).is_file():
-        return Path(name)
-    known = sorted(path.stem for path in folder.glob("*.yaml") if "\ntrainer:" not in path.read_text())  # others are LightningCLI's
-    near = difflib.get_close_matches(name, known, n=1)
+def find(name: str, *, folder: Path, prog: str) -> Path:
+    """The file of a configuration: by its path, or one of the package's by its name or by its path in the project.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(name)
+    if path.exists() and not path.is_dir():
+        return path
+    if path.parent in (Path(), Path(folder.name), Path(folder.parent.name, folder.name)):
+        for place in (folder / path.name, folder / f"{path.name}.yaml"):
+            if place.is_file():
+                return place
+    known: dict[bool, list[str]] = {False: [], True: []}
+    for place in sorted(folder.glob("*.yaml"), key=lambda place: place.stem):
+        known[_is_lightnings(place.read_text())].append(place.stem)
+    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), known[False] + known[True], n=1)
+    listed = [", ".join(names) for names in known.values() if names]
     hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"--config {name}: there is no such file, and the package has {', '.join(known)}{hint}")
+    between = f"; for python -m {prog} fit "
+    raise ConfigError(f"--config {name}: there is no such file, and the package has {between.join(listed)}{hint}")
+
+
+def _is_lightnings(text: str) -> bool:
+    return text.startswith("trainer:") or "\ntrainer:" in text
 
 
 def _load(path: Path, prog: str) -> dict[Any, Any]:

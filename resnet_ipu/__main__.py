@@ -17,6 +17,7 @@ from lightning_ipu import cli, configs, machine, precision  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
+from lightning_ipu.words import pairs, value_of  # noqa: E402
 from resnet_ipu.keras_names import module_name  # noqa: E402
 
 if TYPE_CHECKING:
@@ -1048,23 +1049,12 @@ def _is_imagenet(arguments: list[str]) -> bool:
     As everywhere what is typed goes before a configuration, and that before a checkpoint.
     """
     import torch
-    import yaml
 
     from lightning_ipu.lifecycle import SETTINGS, latest_checkpoint
     from lightning_ipu.output import CHECKPOINTS
 
-    words: dict[str, str] = {}
-    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, is_one_word, value = word.partition("=")
-        words[name] = value if is_one_word else following
-    typed, kept, directory = words.get("--data.dataset"), None, words.get("--trainer.default_root_dir")
-    try:
-        with open(words["--config"]) as file:
-            config = yaml.load(file, yaml.CSafeLoader)
-        kept = config.get("data", {}).get("dataset")
-        directory = directory or config.get("trainer", {}).get("default_root_dir")
-    except (KeyError, OSError, yaml.YAMLError, AttributeError):  # LightningCLI says what is wrong with it
-        pass
+    words = dict(pairs(arguments))
+    said, directory = value_of(arguments, "data", "dataset"), value_of(arguments, "trainer", "default_root_dir")
     path = words.get("--ckpt_path")
     if path is None and "--checkpoint_input_dir" in words:
         path = latest_checkpoint(Path(words["--checkpoint_input_dir"]))
@@ -1072,13 +1062,13 @@ def _is_imagenet(arguments: list[str]) -> bool:
         path = latest_checkpoint(Path(directory or "results") / CHECKPOINTS)
     if path is not None and Path(path).is_file():
         trained_on = torch.load(path, map_location="cpu", mmap=True).get(SETTINGS, {}).get("data.dataset")
-        wanted = typed or kept or trained_on
+        wanted = said or trained_on
         if trained_on is not None and wanted != trained_on and "IMAGENET" in (wanted, trained_on):
             raise UsageError(
                 f"data.dataset {wanted}, but {path} was trained on {trained_on}: leave data.dataset out, or give another checkpoint"
             )
-        kept = wanted
-    return (typed or kept or "").upper() == "IMAGENET"  # in the wrong case it is told so
+        said = wanted
+    return str(said or "").upper() == "IMAGENET"  # in the wrong case it is told so
 
 
 def _facts(line: CommandLine, *, given: dict[str, Any]) -> list[tuple[str, str]]:

@@ -76,7 +76,7 @@ assert usage.ru_utime + usage.ru_stime < 1, usage
 
 
 def test_every_option_of_the_originals_is_known_and_names_are_those_of_the_code():
-    assert set(ORIGINAL) <= {option.name for option in command.OPTIONS if not option.refused}
+    assert set(ORIGINAL) <= {name for option in command.OPTIONS if not option.refused for name in (option.name, *option.aliases)}
     assert set(command.LAYERS) == set(networks.NETWORKS)
     for name, build in networks.NETWORKS.items():
         assert command.LAYERS[name] == [layer for layer, _ in build().named_children()]

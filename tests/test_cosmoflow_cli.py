@@ -87,7 +87,7 @@ def test_every_option_of_the_original_is_known_and_names_are_those_of_the_code()
         ("--num-ipus 3 --processes 2", "--processes: "),
         ("--n-valid 0 --stop-at-mae 0.3", "--stop-at-mae 0.3 needs validation, and --n-valid is 0"),
         ("--n-valid 0 --print-fom", "--print-fom needs validation, and --n-valid is 0"),
-        ("other.yaml", "--config other.yaml: there is no such file here, and in the package there are configs/graphcore.yaml"),
+        ("other.yaml", "--config other.yaml: there is no such file, and the package has graphcore, mlperf, small"),
         ("--data-dir nowhere", "data_dir nowhere is not there; give the folder that holds train/"),
         ("--sample-size 32 --cells 48", "cells=48 must be a multiple of sample_size=32"),
         ("--network cosmoflow-v1", "input_size=32 leaves no voxel after 5 of 5 convolution layers"),
