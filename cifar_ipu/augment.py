@@ -23,7 +23,8 @@ class ImageAugmentation:
         magnitude: of randaugment, 0 to 30; None is 9.
         color_jitter: brightness, contrast and saturation are multiplied by a factor between 1 - x and 1 + x each, in random order.
         random_erasing: probability that a rectangle of 2 to 33 % of the image is filled (https://arxiv.org/abs/1708.04896).
-        fill: what with, and what moves in where an operation shifts or turns the image: a value from 0 to 1 for each channel.
+        fill: what with: a value from 0 to 1 for each channel, the images' mean colour.
+        auto_augment_fill: what moves in where an operation of auto_augment shifts or turns the image, "mean" or "black"; None is mean.
 
     Raises:
         ValueError: an option is unknown, out of range, or means nothing beside another one.
@@ -37,6 +38,7 @@ class ImageAugmentation:
         color_jitter: float | None = None,
         random_erasing: float | None = None,
         fill: Sequence[float],
+        auto_augment_fill: Literal["mean", "black"] | None = None,
     ) -> None:
         if auto_augment not in (None, "randaugment", "trivialaugment"):
             raise ValueError(f"auto_augment={auto_augment!r} is unknown: choose from randaugment, trivialaugment")
@@ -46,8 +48,11 @@ class ImageAugmentation:
             raise ValueError(f"color_jitter={color_jitter} must be above 0 and at most 1")
         if random_erasing is not None and not 0 < random_erasing <= 1:
             raise ValueError(f"random_erasing={random_erasing} is a probability: it must be above 0 and at most 1")
+        if auto_augment_fill is not None and (auto_augment is None or auto_augment_fill not in ("mean", "black")):
+            raise ValueError(f"auto_augment_fill={auto_augment_fill!r} must be mean or black, and needs auto_augment")
         colour = [round(255 * value) for value in fill]
-        options = {"interpolation": InterpolationMode.BILINEAR, "fill": colour}
+        moved_in = [0] * len(colour) if auto_augment_fill == "black" else colour
+        options = {"interpolation": InterpolationMode.BILINEAR, "fill": moved_in}
         self._transforms: list[v2.Transform] = []
         if auto_augment == "randaugment":
             self._transforms.append(v2.RandAugment(magnitude=9 if magnitude is None else magnitude, **options))

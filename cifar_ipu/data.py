@@ -725,6 +725,7 @@ class ImageDataModule(pl.LightningDataModule):
         scaling: "standard" brings the pixels of each channel to mean 0 and deviation 1 over the training set, "unit" to 0 to 1.
         auto_augment: After crop and flip, randaugment (two random operations) or trivialaugment (one).
         randaugment_magnitude: Of randaugment's operations, 0 to 30; None is 9.
+        auto_augment_fill: What moves in where it shifts or turns an image, mean (colour) or black; None is mean.
         color_jitter: By what share brightness, contrast and saturation vary each.
         random_erasing: Probability that a rectangle is filled with the data set's mean colour.
         validation_split: How much of the training set to hold out: a fraction below 1 or a number of images; 0 holds out none, and unless
@@ -757,6 +758,7 @@ class ImageDataModule(pl.LightningDataModule):
         scaling: Literal["standard", "unit"] = "standard",
         auto_augment: Literal["randaugment", "trivialaugment"] | None = None,
         randaugment_magnitude: int | None = None,
+        auto_augment_fill: Literal["mean", "black"] | None = None,
         color_jitter: float | None = None,
         random_erasing: float | None = None,
         validation_split: int | float | None = None,
@@ -793,6 +795,7 @@ class ImageDataModule(pl.LightningDataModule):
         if synthetic is not None and augment:
             raise ValueError("augment: synthetic images cannot be augmented; leave it out or set it to false")
         single = {"auto_augment": auto_augment, "color_jitter": color_jitter, "random_erasing": random_erasing}
+        single["auto_augment_fill"] = auto_augment_fill
         for option, value in single.items():
             if value is not None and (synthetic is not None or augment is False):
                 why = "synthetic images cannot be augmented" if synthetic else "augment is false, which switches all augmentation off"

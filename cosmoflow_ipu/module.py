@@ -88,6 +88,7 @@ class CosmoFlowModule(pl.LightningModule):
         final_fraction: of the learning rate, at the end of linear, cosine, polynomial and exponential; null is 0.02.
         decay_values: multipliers of the learning rate for stepped; null is 1, 0.1, 0.01.
         decay_fractions: shares of the run after which stepped takes the next value; null is 0.5, 0.75.
+        decay_at_epochs: in their place, epochs with whose first update stepped takes the next value.
         physical_spread: share of their centre within which the parameters lie on either side, where it is known.
         predict_units: predictions on the scale from -1 to 1 (unit), or in physical units, for which physical_spread is needed.
         report: after each validation print the errors of the four parameters and draw predictions against truth to validation.png.
@@ -122,6 +123,7 @@ class CosmoFlowModule(pl.LightningModule):
         final_fraction: float | None = None,
         decay_values: list[float] | None = None,
         decay_fractions: list[float] | None = None,
+        decay_at_epochs: list[float] | None = None,
         physical_spread: float | None = None,
         predict_units: Literal["unit", "physical"] = "unit",
         report: bool = False,
@@ -152,6 +154,7 @@ class CosmoFlowModule(pl.LightningModule):
             "final_fraction": final_fraction,
             "decay_values": decay_values,
             "decay_fractions": decay_fractions,
+            "decay_at_epochs": decay_at_epochs,
         }
         self._schedule_options = {name: value for name, value in given.items() if value is not None}
         check_schedule(schedule, **self._schedule_options)
@@ -264,7 +267,8 @@ class CosmoFlowModule(pl.LightningModule):
             momentum = {"momentum": default if options.momentum is None else options.momentum}
         optimizer = OPTIMIZERS[options.optimizer](groups, lr=options.learning_rate, **momentum)
         total = self.trainer.estimated_stepping_batches
-        per_epoch = updates_per_epoch(self.trainer) if "warmup_epochs" in self._schedule_options else None
+        counts_epochs = {"warmup_epochs", "decay_at_epochs"} & self._schedule_options.keys()
+        per_epoch = updates_per_epoch(self.trainer) if counts_epochs else None
         schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -35,6 +35,7 @@ class ImageClassifier(pl.LightningModule):
         schedule: linear, cosine, polynomial or exponential (after a warm-up), stepped or const; moves with every weight update.
         warmup_fraction: share of the run in which the rate rises; null is 0.2, for stepped and const 0.
         warmup_epochs: the same in epochs.
+        warmup_start: share of the learning rate at which the warm-up begins; null is one update's part of it.
         warmup_mode: shift (the default) begins the decay after the warm-up, mask with the run.
         staircase: hold the rate over every epoch.
         decay_fraction: share of the run that linear, cosine, polynomial and exponential take to reach their end; null is what the
@@ -45,6 +46,7 @@ class ImageClassifier(pl.LightningModule):
         decay_rate: what exponential multiplies the rate by over an epoch, in place of its end.
         decay_values: multipliers of the learning rate for stepped; null is 1, 0.1, 0.01.
         decay_fractions: shares of the run after which stepped takes the next value; null is 0.5, 0.75.
+        decay_at_epochs: in their place, epochs with whose first update stepped takes the next value.
         mirror_evaluation: average the logits of an image and of its mirror image in validation, test and prediction.
         channels_last: keep images and weights in memory pixel by pixel, which is faster on most devices; moves last bits only.
 
@@ -70,6 +72,7 @@ class ImageClassifier(pl.LightningModule):
         schedule: Literal["const", "stepped", "linear", "cosine", "polynomial", "exponential"] = "linear",
         warmup_fraction: float | None = None,
         warmup_epochs: float | None = None,
+        warmup_start: float | None = None,
         warmup_mode: Literal["shift", "mask"] | None = None,
         staircase: bool = False,
         decay_fraction: float | None = None,
@@ -79,6 +82,7 @@ class ImageClassifier(pl.LightningModule):
         decay_rate: float | None = None,
         decay_values: list[float] | None = None,
         decay_fractions: list[float] | None = None,
+        decay_at_epochs: list[float] | None = None,
         mirror_evaluation: bool = False,
         channels_last: bool = True,
     ) -> None:
@@ -105,6 +109,7 @@ class ImageClassifier(pl.LightningModule):
         self._schedule_options = _given(
             warmup_fraction=warmup_fraction,
             warmup_epochs=warmup_epochs,
+            warmup_start=warmup_start,
             warmup_mode=warmup_mode,
             staircase=staircase or None,
             decay_fraction=decay_fraction,
@@ -114,6 +119,7 @@ class ImageClassifier(pl.LightningModule):
             decay_rate=decay_rate,
             decay_values=decay_values,
             decay_fractions=decay_fractions,
+            decay_at_epochs=decay_at_epochs,
         )
         check_schedule(schedule, **self._schedule_options)
 

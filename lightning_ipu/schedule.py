@@ -5,7 +5,7 @@ run of `total`. Nothing else enters but, where a schedule counts epochs, the wei
 replicas or device iterations.
 
 All take the same options for their start. The first W = int(warmup_fraction * total) updates rise evenly from 1 / (W + 1), so that none
-is spent at 0 and update W is the first at the full rate. In warmup_mode "shift" the decay begins after them, in "mask" it has begun
+is spent at 0, or from warmup_start; update W is the first at the full rate. In warmup_mode "shift" the decay begins after them, in "mask" it has begun
 with the run and the rise is laid over it. A staircase holds the rate, warm-up included, from an epoch's first update to its last.
 """
 
@@ -33,14 +33,19 @@ def stepped(
     *,
     decay_values: Sequence[float] = (1.0, 0.1, 0.01),
     decay_fractions: Sequence[float] = (0.5, 0.75),
+    decay_at_epochs: Sequence[float] | None = None,
+    updates_per_epoch: int | None = None,
     **start: Any,
 ) -> float:
-    """decay_values[i], where i counts the fractions f of the run with k > int(f * total).
+    """decay_values[i], where i counts the drops that are past: at fractions of the run, or, where they are given, at epochs.
 
-    The comparison is that of Graphcore's PopART ResNet: update int(f * total), counted from 0, is the last before the drop.
+    Graphcore's PopART ResNet drops where k > int(f * total): update int(f * total), counted from 0, is the last before the drop. Programs
+    that count epochs, such as torch's MultiStepLR, drop with the epoch's first update.
     """
-    rise, k, _ = _start(k, total, **start)
-    return rise * decay_values[sum(k > _updates(fraction, total) for fraction in decay_fractions)]
+    rise, k, _ = _start(k, total, updates_per_epoch=updates_per_epoch, **start)
+    if decay_at_epochs is None:
+        return rise * decay_values[sum(k > _updates(fraction, total) for fraction in decay_fractions)]
+    return rise * decay_values[sum(k >= _updates(epoch, updates_per_epoch) for epoch in decay_at_epochs)]
 
 
 def linear(k: int, total: int, *, warmup_fraction: float = 0.2, final_fraction: float = 0.02, **decay: Any) -> float:
@@ -87,6 +92,7 @@ def _start(
     total: int,
     *,
     warmup_fraction: float = 0.0,
+    warmup_start: float | None = None,
     warmup_mode: str = "shift",
     staircase: bool = False,
     updates_per_epoch: int | None = None,
@@ -95,7 +101,9 @@ def _start(
     if staircase:
         k -= k % updates_per_epoch
     warmup = _updates(warmup_fraction, total) if warmup_fraction else 0
-    rise = (k + 1) / (warmup + 1) if k < warmup else 1.0
+    rise = 1.0
+    if k < warmup:
+        rise = (k + 1) / (warmup + 1) if warmup_start is None else warmup_start + (1 - warmup_start) * k / warmup
     if warmup_mode == "mask":
         return rise, k, 0
     return rise, max(0, k - warmup), warmup
@@ -146,7 +154,7 @@ def check_schedule(kind: str, **options: Any) -> None:
         raise ValueError(f"schedule={kind!r} is unknown: choose from {', '.join(SCHEDULES)}")
     taken = _options(SCHEDULES[kind])
     for name, value in options.items():
-        same = name.replace("_epochs", "_fraction")
+        same = name if name in taken else name.replace("_epochs", "_fraction")
         if same not in taken:
             raise ValueError(f"{name}={value} means nothing to schedule={kind!r}, which takes {', '.join(taken)}")
         if same != name and same in options:
@@ -155,6 +163,10 @@ def check_schedule(kind: str, **options: Any) -> None:
             raise ValueError(f"{name}={value} must be {'at least' if name == 'warmup_epochs' else 'above'} 0")
     if not 0 <= (warmup := options.get("warmup_fraction", 0)) < 1:
         raise ValueError(f"warmup_fraction={warmup} must be at least 0 and below 1")
+    if (first := options.get("warmup_start")) is not None:
+        rises = options.get("warmup_fraction", options.get("warmup_epochs", kind not in ("const", "stepped")))
+        if not 0 <= first < 1 or not rises:
+            raise ValueError(f"warmup_start={first} must be at least 0 and below 1, and needs a warm-up")
     if not 0 <= (final := options.get("final_fraction", 0)) <= 1:
         raise ValueError(f"final_fraction={final} must lie between 0 and 1")
     if not 0 < (decay := options.get("decay_fraction", 1)) <= 1:
@@ -174,13 +186,18 @@ def check_schedule(kind: str, **options: Any) -> None:
     if kind == "stepped":
         defaults = inspect.signature(stepped).parameters
         values = options.get("decay_values", defaults["decay_values"].default)
-        fractions = options.get("decay_fractions", defaults["decay_fractions"].default)
-        if len(values) != len(fractions) + 1:
-            raise ValueError(f"decay_values={list(values)} must have one value more than decay_fractions={list(fractions)}")
+        fractions, epochs = options.get("decay_fractions", defaults["decay_fractions"].default), options.get("decay_at_epochs")
+        if epochs is not None and "decay_fractions" in options:
+            raise ValueError(f"decay_at_epochs={list(epochs)} and decay_fractions={list(fractions)} say the same thing; give one of them")
+        drops = f"decay_fractions={list(fractions)}" if epochs is None else f"decay_at_epochs={list(epochs)}"
+        if len(values) != len(fractions if epochs is None else epochs) + 1:
+            raise ValueError(f"decay_values={list(values)} must have one value more than {drops}")
         if not all(value >= 0 for value in values):
             raise ValueError(f"decay_values={list(values)} must not be negative")
-        if list(fractions) != sorted(fractions) or not all(0 <= fraction <= 1 for fraction in fractions):
-            raise ValueError(f"decay_fractions={list(fractions)} must rise from 0 to 1")
+        if epochs is None and (list(fractions) != sorted(fractions) or not all(0 <= fraction <= 1 for fraction in fractions)):
+            raise ValueError(f"{drops} must rise from 0 to 1")
+        if epochs is not None and (list(epochs) != sorted(epochs) or not all(0 <= epoch < math.inf for epoch in epochs)):
+            raise ValueError(f"{drops} must rise, from at least 0")
 
 
 def build_schedule(
@@ -192,7 +209,7 @@ def build_schedule(
         optimizer: the learning rates it has now are the base rates.
         kind: a name in `SCHEDULES`.
         total: weight updates in the run; infinite only for "const" without warm-up.
-        updates_per_epoch: needed only by options that count epochs: staircase, warmup_epochs, decay_epochs and decay_rate.
+        updates_per_epoch: needed only by options that count epochs: staircase, warmup_epochs, decay_epochs, decay_at_epochs and decay_rate.
         **options: the keyword arguments of that schedule's function; see `check_schedule`.
 
     Raises:
@@ -202,19 +219,19 @@ def build_schedule(
     rises = options.get("warmup_fraction") or options.get("warmup_epochs")
     if (kind != "const" or rises) and not (math.isfinite(total) and total > 0):
         raise ValueError(f"schedule={kind!r} needs the length of the run, not {total} weight updates: set max_epochs or max_steps")
-    counting_epochs = [name for name in ("staircase", "warmup_epochs", "decay_epochs", "decay_rate") if options.get(name)]
+    by_epochs = ("staircase", "warmup_epochs", "decay_epochs", "decay_at_epochs", "decay_rate")
+    counting_epochs = [name for name in by_epochs if options.get(name)]
     if counting_epochs and not updates_per_epoch:
         raise ValueError(f"{counting_epochs[0]}={options[counting_epochs[0]]} needs epochs of a known length")
-    for name in ("warmup", "decay"):
-        if f"{name}_epochs" in options:
-            epochs = options.pop(f"{name}_epochs")
-            # May be more than the run: of 5 epochs' warm-up a run of 1 sees a fifth.
-            options[f"{name}_fraction"] = _updates(epochs, updates_per_epoch) / total if epochs else 0.0
+    lengths = {name: options.pop(f"{name}_epochs") for name in ("warmup", "decay") if f"{name}_epochs" in options}
+    lengths = {name: _updates(epochs, updates_per_epoch) if epochs else 0 for name, epochs in lengths.items()}
     factor = SCHEDULES[kind]
-    by_length = kind != "const" and "decay_rate" not in options or bool(rises)
+    by_length = kind != "const" and not {"decay_rate", "decay_at_epochs"} & options.keys() or bool(options.get("warmup_fraction"))
 
     def rate(k: float, length: int | float) -> float:
-        return factor(k, length, updates_per_epoch=updates_per_epoch, **options)
+        # Shares of the run that may be more than the run: of 5 epochs' warm-up a run of 1 sees a fifth.
+        shares = {f"{name}_fraction": updates / length if updates else 0.0 for name, updates in lengths.items()}
+        return factor(k, length, updates_per_epoch=updates_per_epoch, **options, **shares)
 
     return RunSchedule(optimizer, rate, total=total, by_length=by_length)
 

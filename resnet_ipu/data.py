@@ -583,6 +583,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         augment: random crops and mirrored images in training; otherwise it sees the middle, as evaluation does.
         auto_augment: after that, randaugment (two random operations) or trivialaugment (one).
         randaugment_magnitude: of randaugment's operations, 0 to 30; null is 9.
+        auto_augment_fill: what moves in where auto_augment shifts or turns an image: mean (colour) or black; null is mean.
         color_jitter: then vary brightness, contrast and saturation by up to this share each.
         random_erasing: probability with which a rectangle is then filled with the mean colour.
         image_size: side of the images in pixels, as the network sees them.
@@ -613,6 +614,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         augment: bool = True,
         auto_augment: Literal["randaugment", "trivialaugment"] | None = None,
         randaugment_magnitude: int | None = None,
+        auto_augment_fill: Literal["mean", "black"] | None = None,
         color_jitter: float | None = None,
         random_erasing: float | None = None,
         image_size: int = 224,
@@ -645,6 +647,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         if on_bad_image not in ("raise", "skip"):
             raise ValueError(f"on_bad_image={on_bad_image!r} is unknown: choose from raise, skip")
         single = {"auto_augment": auto_augment, "color_jitter": color_jitter, "random_erasing": random_erasing}
+        single["auto_augment_fill"] = auto_augment_fill
         for name, value in {**single, "fast_decode": fast_decode or None}.items():
             if value is not None and not augment:
                 raise ValueError(f"{name}={value} means nothing with augment=False, which switches random crops and all after them off")

@@ -164,7 +164,11 @@ def test_shares_of_a_run_are_whole_updates_where_they_are_so_in_decimals():
     ("kind", "options", "message"),
     [
         ("sine", {}, "schedule='sine'.*const, stepped, linear, cosine, polynomial, exponential"),
-        ("const", {"final_fraction": 0.1}, "final_fraction=0.1.*'const', which takes warmup_fraction, warmup_mode, staircase"),
+        (
+            "const",
+            {"final_fraction": 0.1},
+            "final_fraction=0.1.*'const', which takes warmup_fraction, warmup_start, warmup_mode, staircase",
+        ),
         ("cosine", {"decay_values": [1, 0.1]}, "decay_values.*'cosine'.*warmup_fraction, final_fraction"),
         ("stepped", {"decay_epochs": 3}, "decay_epochs=3 means nothing to schedule='stepped'"),
         ("cosine", {"power": 2}, "power=2 means nothing"),
@@ -185,6 +189,12 @@ def test_shares_of_a_run_are_whole_updates_where_they_are_so_in_decimals():
         ("stepped", {"decay_values": [1, -0.1, 0]}, "decay_values.*negative"),
         ("stepped", {"decay_fractions": [0.75, 0.5]}, r"decay_fractions=\[0.75, 0.5\] must rise"),
         ("stepped", {"decay_fractions": [0.5, 1.5]}, "decay_fractions.*from 0 to 1"),
+        ("stepped", {"decay_at_epochs": [60, 30]}, r"decay_at_epochs=\[60, 30\] must rise"),
+        ("stepped", {"decay_at_epochs": [30]}, r"decay_values=\[1.0, 0.1, 0.01\] must have one value more than decay_at_epochs=\[30\]"),
+        ("stepped", {"decay_at_epochs": [1, 2], "decay_fractions": [0.1, 0.2]}, "decay_at_epochs.* and decay_fractions.* say the same"),
+        ("cosine", {"warmup_start": 1.0}, "warmup_start=1.0 must be at least 0 and below 1"),
+        ("const", {"warmup_start": 0.5}, "warmup_start=0.5 .* needs a warm-up"),
+        ("linear", {"warmup_start": 0.5, "warmup_epochs": 0}, "warmup_start=0.5 .* needs a warm-up"),
     ],
 )
 def test_wrong_options_are_named(kind, options, message):
@@ -199,6 +209,23 @@ def test_a_run_of_unknown_or_no_length_is_refused(kind, total):
         build_schedule(optimizer(1.0), kind, total=total)
     with pytest.raises(ValueError, match="staircase=True needs epochs of a known length"):
         build_schedule(optimizer(1.0), kind, total=7, staircase=True)
+
+
+def test_stepped_drops_with_the_first_update_of_an_epoch_however_long_the_run_is():
+    for epochs in (3, 5):
+        options = {"updates_per_epoch": 7, "decay_at_epochs": [1, 2.5], "decay_values": [1.0, 0.3, 0.2]}
+        expected = [1.0] * 7 + [0.3] * (17 - 7) + [0.2] * 100
+        assert rates_of(build_schedule(optimizer(1.0), "stepped", total=7 * epochs, **options), 7 * epochs) == expected[: 7 * epochs]
+    with pytest.raises(ValueError, match="needs epochs of a known length"):
+        build_schedule(optimizer(1.0), "stepped", total=7, decay_at_epochs=[1, 2])
+
+
+def test_a_warm_up_may_start_at_a_share_of_the_rate():
+    warm = {"warmup_epochs": 2, "warmup_start": 0.2, "updates_per_epoch": 2}
+    assert rates_of(build_schedule(optimizer(1.0), "const", total=6, **warm), 6) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates_of(build_schedule(optimizer(1.0), "const", total=6, staircase=True, **warm), 6) == pytest.approx(
+        [0.2, 0.2, 0.6, 0.6, 1, 1]
+    )
 
 
 # -- a run that is resumed with another length --------------------------------------------------------------------------------
@@ -240,6 +267,14 @@ def test_extending_a_run_never_lets_the_rate_jump_or_rise_again_and_ends_where_t
     assert longer[20:60:2] == pytest.approx(plain[20:40])
     over = rates(kind, changes={40: 60}, total=40, until=60)  # the schedule was over
     assert len(set(over[40:])) == 1 and over[40] <= plain[-1]
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "polynomial", "stepped"])
+def test_epochs_of_warm_up_stay_as_long_as_they_were_when_a_run_is_extended(kind):
+    changes = {"changes": {20: 60}, "total": 40, "until": 60}
+    assert rates(kind, **changes, warmup_epochs=2) == pytest.approx(rates(kind, **changes, warmup_fraction=0.25))
+    by_epochs = {"decay_at_epochs": [3, 9], "warmup_epochs": 1}
+    assert rates("stepped", **changes, **by_epochs) == rates("stepped", changes={}, total=60, until=60, **by_epochs)
 
 
 def test_resuming_with_the_same_length_and_schedules_without_one_change_nothing():
