@@ -120,7 +120,7 @@ OPTIONS = (
     Option(name="--recipe", group=_TRAINING, type=choice(*RECIPES), default="original", help="original: SGD, 0.01, no augmentation, pixels from 0 to 1; fast: a rate that rises and falls, label smoothing, crops and flips, few epochs"),
     Option(name="--epochs", group=_TRAINING, key="epochs", type=positive(float), metavar="X", shown=f"keras 100, estimator 150; {EPOCHS_IN_A_HURRY} with --recipe fast; {EPOCHS_ON_SAMPLE} on SAMPLE", help="passes over the training set; fractions are turned into weight updates"),
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice("sgd", "adamw", "rmsprop", "lars", "lamb"), shown="sgd; fast keras and estimator: adamw", help="optimizer"),
-    Option(name="--learning-rate", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="original 0.01; fast 0.2, for adamw 0.002", help="learning rate at the schedule's height"),
+    Option(name="--learning-rate", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="of sgd 0.01, fast 0.2, for weight updates of so many samples as the recipe's --batch-size, else in proportion; of adamw 0.002", help="learning rate at the schedule's height"),
     Option(name="--momentum", group=_TRAINING, key="model.momentum", type=positive(float, zero=True), metavar="X", shown="original 0, fast 0.9", help="of sgd, Nesterov's; of rmsprop and lars"),
     Option(name="--lr-schedule", group=_TRAINING, key="model.schedule", type=choice("const", "linear", "cosine"), shown="original const; fast linear, after a rise over a fifth of the run", help="how the learning rate moves, with every weight update"),
     Option(name="--l2-regularization", group=_TRAINING, key="model.l2_regularization", type=positive(float, zero=True), metavar="X", shown="original 0, fast 5e-4", help="on weights, not on norms and biases"),
@@ -163,7 +163,9 @@ def settle(given: dict[str, Any]) -> list[str]:
     else:
         settings = cli.settings_of(given, OPTIONS)
         network = _settle_recipe(given, settings)
-        _settle_plan(given, settings, network=network)
+        samples = _settle_plan(given, settings, network=network)
+        if "learning_rate" not in given and settings["model.optimizer"] == "sgd":  # the recipes' rates are for their own batches
+            settings["model.learning_rate"] *= samples / BATCH_SIZES[given.get("recipe", "original")][network]
         settings["seed_everything"] = settings["data.seed"] = given.get("seed", 0)
     if "generated_data" in given:
         if given.get("dataset") == "SAMPLE":
@@ -204,8 +206,8 @@ def _settle_recipe(given: dict[str, Any], settings: dict[str, Any]) -> str:
     return network
 
 
-def _settle_plan(given: dict[str, Any], settings: dict[str, Any], *, network: str) -> None:
-    """Micro-batch, replicas and stages; --ipus alone means replicas, with --pipeline stages as well."""
+def _settle_plan(given: dict[str, Any], settings: dict[str, Any], *, network: str) -> int:
+    """Micro-batch, replicas and stages; --ipus alone means replicas, with --pipeline stages as well. Returns the samples of a weight update."""
     pipeline, ipus, replicas = "pipeline" in given, given.get("ipus"), given.get("replicas")
     splits = given.get("pipeline_splits") or _split_at(given, network=network)
     if splits:
@@ -244,6 +246,7 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any], *, network: st
         except PlanError as error:
             raise UsageError(f"--processes: {error}") from None
         settings["trainer.devices"] = given["processes"]
+    return micro_batch * replicas * strategy["gradient_accumulation_factor"]
 
 
 def _split_at(given: dict[str, Any], *, network: str) -> list[str] | None:

@@ -17,6 +17,7 @@ from lightning_ipu import cli, configs  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
+from lightning_ipu.words import value_of  # noqa: E402
 
 if TYPE_CHECKING:
     from cosmoflow_ipu.data import CosmoFlowDataModule
@@ -101,7 +102,7 @@ OPTIONS = (
     Option(name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of universes, initial weights, order and symmetries"),
     #
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="SGD", help="SGD has a momentum of 0.9"),
-    Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
+    Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02 x samples of a weight update / 8; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
     Option(name="--l2", group=_TRAINING, key="model.l2", type=positive(float, zero=True), metavar="X", shown="0; the benchmark's: 0.01", help="penalty on the hidden dense layers, as in Keras"),
     Option(name="--n-epochs", group=_TRAINING, key="trainer.max_epochs", type=positive(), aliases=("--epochs",), shown=str(EPOCHS), help="passes over the training set"),
     Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),
@@ -147,12 +148,14 @@ def settle(given: dict[str, Any]) -> list[str]:
     With a configuration only what was given is added to it; without one every option has a value.
     """
     configured = "config" in given
+    config = [f"--config={_find_config(given['config'])}"] if configured else []
     options = [option for option in OPTIONS if option.dest in given] if configured else OPTIONS
     settings = cli.settings_of(given, options)
     _settle_plan(given, settings, configured=configured)
     _settle_data(given, settings, configured=configured)
     if "lr" not in given and ("optimizer" in given or not configured):
-        settings["model.learning_rate"] = {"SGD": 0.02, "Adadelta": 0.5}.get(settings["model.optimizer"], 0.001)
+        rates = {"SGD": 0.02 * _samples_per_update(settings, config) / 8, "Adadelta": 0.5}
+        settings["model.learning_rate"] = rates.get(settings["model.optimizer"], 0.001)
     if "conv_size" not in given and not configured and settings["model.network"] != "resnet":
         settings["model.conv_size"] = 16
     if "apply_log" in given:
@@ -166,7 +169,6 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
     if "print_fom" in given and settings.get("data.n_valid") == 0:
         raise UsageError("--print-fom needs validation, and --n-valid is 0")
-    config = [f"--config={_find_config(given['config'])}"] if configured else []
     return config + cli.lightning_arguments(settings)
 
 
@@ -194,6 +196,16 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any], *, configured:
             raise UsageError(f"--processes: {error}") from None
 
 
+def _samples_per_update(settings: dict[str, Any], config: list[str]) -> int:
+    """Micro-batch x A x R as the options say, else the configuration, else the defaults."""
+    strategy = value_of(config, "trainer", "strategy")
+    plan = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
+    samples = settings.get("data.micro_batch_size") or value_of(config, "data", "micro_batch_size") or 8
+    for factor in ("gradient_accumulation_factor", "replication_factor"):
+        samples *= settings.get(f"trainer.strategy.{factor}", plan.get(factor, 1))
+    return samples
+
+
 def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, configured: bool) -> None:
     if given.get("staged_files") == "1":
         raise UsageError("--staged-files 1: files of its own for each node cannot be had: every process must see all files; copy them")
@@ -212,11 +224,6 @@ def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, configured:
         settings["seed_everything"] = settings["data.seed"] = given.get("seed", 0)
     if not configured:
         settings["data.eval_batch_size"] = max(settings["data.micro_batch_size"], 16)
-    if settings.get("data.n_valid") == 0:
-        settings |= {"trainer.limit_val_batches": 0} | _NOTHING_TO_MONITOR
-
-
-_NOTHING_TO_MONITOR = {"checkpoint.monitor": None, "checkpoint.filename": "update{step}"}
 
 
 def _find_config(name: str) -> Path:
@@ -251,9 +258,12 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
     subcommand, *rest = arguments
     # This command's own defaults, before anything that a person says.
     defaults = ["--model.report=true", "--checkpoint.monitor=val_mae", "--checkpoint.mode=min"]
+    arguments = [subcommand, *defaults, *rest]
     if "data_benchmark" in given:
-        return _benchmark_data(rest)
-    return run_command(command, [subcommand, *defaults, *rest], validate=short, test="test" in given)
+        from cosmoflow_ipu.throughput import DataBenchmark
+
+        return run_command(command, arguments, line=DataBenchmark)
+    return run_command(command, arguments, validate=short, test="test" in given)
 
 
 def _facts(line: CommandLine) -> list[tuple[str, str]]:
@@ -282,44 +292,6 @@ def _note(data: CosmoFlowDataModule, *, fom: bool) -> str | None:
     if data.dataset_name == "dummy":
         lines.append("These figures are of one random cube over and over: they tell the speed, and nothing was learned.")
     return "\n".join(lines) or None
-
-
-def _benchmark_data(arguments: list[str]) -> int:
-    """Read the training set three times in a random order, and print a line for each: epoch, GB/s, samples/s."""
-    import jsonargparse
-
-    from cosmoflow_ipu.data import CosmoFlowDataModule, reading_rates
-
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--config", action=jsonargparse.ActionConfigFile)
-    parser.add_class_arguments(CosmoFlowDataModule, "data")
-    others = ["model", "trainer", "checkpoint", "machine", "seed_everything", "precision", "half_type", "ckpt_path"]
-    for key in [
-        *others,
-        "resume",
-        "checkpoint_every",
-        "keep_last",
-        "short_options",
-        "epochs",
-        "log_interval",
-        "events",
-        "checkpoint_input_dir",
-        "clean_dir",
-        "wandb",
-        "wandb_run_name",
-        "wandb_tags",
-    ]:
-        parser.add_argument(f"--{key}", type=Any)  # of a configuration; only the data matter here
-    try:
-        data = parser.instantiate(parser.parse_args([word for word in arguments if word.startswith(("--config=", "--data."))])).data
-        data.prepare_data()
-        print("Epoch, Bandwidth(GB/s), Samples/Second")
-        for epoch, (bandwidth, rate) in enumerate(reading_rates(data, epochs=3), start=1):
-            print(f"{epoch}, {bandwidth:.3f}, {rate:.1f}", flush=True)
-    except (ValueError, OSError, jsonargparse.ArgumentError) as error:
-        cli.report(" ".join(str(error).split()), prog="cosmoflow_ipu")
-        return 2
-    return 0
 
 
 def _generate(given: dict[str, Any]) -> int:

@@ -622,7 +622,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
     # -- files from elsewhere
 
     def _records_of(self, split: str) -> tuple[TFRecords | None, np.ndarray]:
-        held_out_here = "validation" not in self._files
+        held_out_here = "validation" not in self._files and self.n_valid != 0
         if split not in self._files and not (split == "validation" and held_out_here):
             return None, np.arange(0)
         if not held_out_here:

@@ -75,8 +75,8 @@ def numbers_of(plan: Plan, *, seed: int, precision: str) -> dict[str, Any]:
     return {**asdict(plan), "seed": seed, "precision": precision}
 
 
-def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int, precision: str) -> str | None:
-    """Refuse to go on with a run under other numbers; returns a remark on what may differ but shows.
+def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int | None = None, precision: str | None = None) -> str | None:
+    """Refuse to go on with a run under other numbers, as far as they are given; returns a remark on what may differ but shows.
 
     Raises:
         PlanError: naming what differs, both values and what would be right.
@@ -89,7 +89,7 @@ def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int, precision: st
         "precision": (saved["precision"], precision),
     }
     for what, (before, now) in pairs.items():
-        if before != now:
+        if now is not None and before != now:
             raise PlanError(
                 f"{what} is {now}, but the run to be resumed was trained with {before}: give {before}, or begin a new run without resuming"
             )

@@ -38,7 +38,7 @@ from lightning_ipu.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoin
 from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically, write_scores
 from lightning_ipu.plan import Plan
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
-from lightning_ipu.resume import weight_updates_in
+from lightning_ipu.resume import KEY, check_numbers, weight_updates_in
 from lightning_ipu.slowdown import SlowdownWatch
 from lightning_ipu.strategy import IPUStrategy
 
@@ -102,6 +102,8 @@ def run_command(
 
 class CommandLine(LightningCLI):
     """LightningCLI for a command; see `run_command`."""
+
+    trains = True  # whether fit writes into the output directory
 
     def __init__(self, command: Command, arguments: list[str], *, signals: SignalHandler, validate: bool, test: bool) -> None:
         self.command, self.signals = command, signals
@@ -234,18 +236,29 @@ class CommandLine(LightningCLI):
             config.short_options = None  # they were another run's
 
     def _compare_settings(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to go on with another model, and say which settings of the data are others."""
-        config = self.config["fit"]
+        """Refuse to go on with another plan or model, and say which settings of the data are others.
+
+        The plan comes first: a learning rate that follows from it is no cause, and would be named as one.
+        """
+        config, different = self.config["fit"], {}
+        if (saved := checkpoint.get(KEY, {}).get("numbers")) is not None and hasattr(config.trainer.strategy, "init_args"):
+            factors = {name: config.trainer.strategy.init_args[name] for name in ("replication_factor", "gradient_accumulation_factor")}
+            check_numbers(saved, Plan(micro_batch_size=config.data.micro_batch_size, **factors))
         for name, before in self._settings_in(checkpoint).items():
             section, _, key = name.partition(".")
             now = config.get(name)
             if now == before or name in MOVABLE or section not in ("model", "data"):
                 continue
             if section == "model":
-                raise MisconfigurationException(
-                    f"{name} is {now}, but the run to be resumed has {before}: give {before}, or begin a new run without resuming"
-                )
-            warnings.warn(f"the run goes on with {name} {now}; so far it was {before}", stacklevel=2)
+                different[name] = now, before
+            else:
+                warnings.warn(f"the run goes on with {name} {now}; so far it was {before}", stacklevel=2)
+        if different:
+            now = ", ".join(f"{name} is {now}" for name, (now, _) in different.items())
+            before = ", ".join(str(before) for _, before in different.values())
+            raise MisconfigurationException(
+                f"{now}, but the run to be resumed has {before}: give {before}, or begin a new run without resuming"
+            )
 
     def _settings_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         linked = {argument for _, argument in self.command.links} | {"_instantiator"}
@@ -308,7 +321,7 @@ class CommandLine(LightningCLI):
 
         if settings.limit_val_batches == 0 or getattr(self.datamodule, "num_validation_samples", None) == 0:
             for checkpoint in (config.checkpoint, self.config_init[self.subcommand].checkpoint):
-                if checkpoint.monitor == VAL_ACCURACY:  # which nothing will log: the latest is kept, not the best
+                if (checkpoint.monitor or "").startswith("val_"):  # which nothing will log: the latest is kept, not the best
                     checkpoint.monitor, checkpoint.filename = None, "update{step}"
                     if config.keep_last > 1 or config.events.checkpoints is not None:
                         checkpoint.save_top_k = 0  # several of the latest are kept, under that name
@@ -322,7 +335,7 @@ class CommandLine(LightningCLI):
             self.signals.display = self.display
             callbacks.append(self.display)
         callbacks.append(SlowdownWatch())
-        writes = self.subcommand == "fit" and not settings.fast_dev_run
+        writes = self.subcommand == "fit" and self.trains and not settings.fast_dev_run
         own_loggers = settings.logger in (None, True)
         if own_loggers:
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from lightning_fabric.utilities.data import sized_len
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
@@ -720,7 +721,7 @@ class IPUStrategy(DDPStrategy):
     def _evaluation_loader(self, loader: object) -> object:
         trainer = self.lightning_module.trainer
         if not isinstance(loader, torch.utils.data.DataLoader):
-            if self._evaluation_share[1] > 1:
+            if self._evaluation_share[1] > 1 and sized_len(loader) != 0:  # an empty list stands for no loader
                 raise PlanError(f"a {type(loader).__name__} is evaluated by one process only; give a torch DataLoader, or use devices=1")
             return loader
         shared: dict[str, Any] = {}

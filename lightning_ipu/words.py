@@ -61,7 +61,7 @@ def value_of(words: Sequence[str], section: str, key: str) -> Any:
 
 def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each option with its value, whether that is in the same word or in the next."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, is_one_word, value = word.partition("=")
         if name.startswith("--"):
             yield name, value if is_one_word else following

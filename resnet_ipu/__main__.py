@@ -471,7 +471,7 @@ OPTIONS = (
         group=_TRAINING,
         type=positive(float),
         metavar="X",
-        shown=f"0.1 x batch/32 for sizes {CIFAR_SIZES[0]} to {CIFAR_SIZES[-1]}, else 0.02 x batch/32; batch as in --batch-size; for "
+        shown=f"0.1 x samples/32 for sizes {CIFAR_SIZES[0]} to {CIFAR_SIZES[-1]}, else 0.02 x samples/32, of a weight update; for "
         + ", ".join(f"{optimizer} {rate:g}" for optimizer, rate in LEARNING_RATES.items()),
         help="learning rate at the schedule's height",
     ),
@@ -981,7 +981,7 @@ def _settle_learning_rate(given: dict[str, Any], settings: dict[str, Any], *, ba
     elif given.get("optimizer", "sgd") in LEARNING_RATES:
         rate = LEARNING_RATES[given["optimizer"]]
     else:
-        rate = (0.1 if settings["model.size"] in (*CIFAR_SIZES, *TOY_MODELS) else 0.02) * batch / 32
+        rate = (0.1 if settings["model.size"] in (*CIFAR_SIZES, *TOY_MODELS) else 0.02) * samples_per_update / 32
     settings["model.learning_rate"] = rate
     if "learning_rate_decay" in given or "learning_rate_schedule" in given:
         if (schedule := given.get("lr_schedule", "stepped")) != "stepped":
@@ -1090,9 +1090,10 @@ def _facts(line: CommandLine, *, given: dict[str, Any]) -> list[tuple[str, str]]
     return [("network", network), ("data", data.description), ("images", images), *classes, *line.machine_facts(), *extra]
 
 
+_SHARDS = "one for some 100 MB, at most 1024"
 CONVERT_OPTIONS = (
-    Option(name="--train-shards", group="shards", type=positive(), default=1024, help="files to spread the training images over"),
-    Option(name="--validation-shards", group="shards", type=positive(), default=128, help="files to spread the validation images over"),
+    Option(name="--train-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the training images over"),
+    Option(name="--validation-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the validation images over"),
     Option(
         name="--seed", group="shards", type=positive(zero=True), default=0, help="of the order in which images are spread over the files"
     ),
@@ -1126,7 +1127,7 @@ goes on."""
         from resnet_ipu.convert import convert
 
         keep_quiet("resnet_ipu convert")
-        shards = {"train": given.get("train_shards", 1024), "validation": given.get("validation_shards", 128)}
+        shards = {"train": given.get("train_shards"), "validation": given.get("validation_shards")}
         workers = given.get("num_workers", machine.usable_cores())
         convert(
             Path(places[0]),

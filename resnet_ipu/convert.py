@@ -26,8 +26,10 @@ from cifar_ipu.data import DataFileError, DataNotFoundError
 from lightning_ipu.output import write_atomically
 from lightning_ipu.randomness import mix, name_word
 from lightning_ipu.tfrecord import TFRecordError, TFRecords, encode_example, parse_example, write_tfrecord
-from resnet_ipu.data import MANIFEST, FolderImages, ImageNetDataModule, synset_words
+from resnet_ipu.data import MANIFEST, FolderImages, ImageDataset, ImageNetDataModule, synset_words
 from resnet_ipu.images import ImageError, image_facts
+
+BYTES_PER_SHARD, MOST_SHARDS = 100e6, 1024
 
 _ORDER = name_word("shards")
 
@@ -121,14 +123,14 @@ def _make(shard: Shard) -> tuple[Path, int, bool]:
 
 
 def convert(
-    source: Path, target: Path, *, shards: dict[str, int], seed: int, workers: int, on_bad_image: Literal["raise", "skip"] = "raise"
+    source: Path, target: Path, *, shards: dict[str, int | None], seed: int, workers: int, on_bad_image: Literal["raise", "skip"] = "raise"
 ) -> None:
     """Make shards of the training and validation images in `source`, and a list of classes and counts beside them.
 
     Args:
         source: folder with train/ and, perhaps, val/ or validation/.
         target: folder that gets the shards.
-        shards: how many files each split becomes; at most one for each image.
+        shards: how many files each split becomes, at most one for each image; None goes by the images' bytes.
         seed: of the order in which images are spread over the files.
         workers: processes.
         on_bad_image: raise ends at bytes that are no image; skip decodes all images first, and leaves out and lists the bad ones.
@@ -140,6 +142,7 @@ def convert(
     if "train" not in data.layout.folders:
         raise DataNotFoundError(f"{source} has no folder train/ to convert")
     parts = {split: data.part(split) for split in shards if split in data.layout.folders}
+    shards = {split: shards[split] or _shards_for(part) for split, part in parts.items()}
     for split, part in parts.items():
         if shards[split] > len(part):
             raise ValueError(f"--{split}-shards {shards[split]:,}: there are {len(part):,} {split} images, and no file may be empty")
@@ -149,7 +152,7 @@ def convert(
         "text": {name: words[name] for name in data.classes if name in words},
         "source": os.fspath(source.resolve()),
         "seed": seed,
-        "shards": {split: shards[split] for split in parts},
+        "shards": shards,
         "records": None,  # until all are there
     }
     _claim(target, manifest)
@@ -166,6 +169,12 @@ def convert(
     print(f"{target}: {sum(counts.values()):,} images in {len(counts):,} shards, {total / 1e6:,.1f} MB, {len(data.classes):,} classes")
     if data.caveat:
         print(data.caveat)
+
+
+def _shards_for(part: ImageDataset) -> int:
+    """Files for a split's images: one for some 100 MB, at most 1,024 and one for each image."""
+    total = sum(part.source.stamp(number)[0] for number in part.rows.tolist())
+    return min(max(1, round(total / BYTES_PER_SHARD)), MOST_SHARDS, len(part))
 
 
 def _claim(target: Path, manifest: dict[str, Any]) -> None:

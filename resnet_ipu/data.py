@@ -806,6 +806,10 @@ class ImageNetDataModule(pl.LightningDataModule):
         if not len(rows):
             raise DataNotFoundError(f"{self.data_dir} has no {split} image that can be used")
         training = split == "train"
+        if training and bad and isinstance(source, FolderImages):
+            left = np.bincount(source.labels[rows], minlength=len(self.classes))
+            if gone := [name for name, count in zip(self.classes, left.tolist(), strict=True) if not count]:
+                raise DataNotFoundError(f"{source.root}: all images of {', '.join(gone[:5])} are bad: mend them, or remove the folder")
         return ImageDataset(
             source,
             rows=rows,
@@ -855,7 +859,12 @@ class ImageNetDataModule(pl.LightningDataModule):
             if top and top not in label_of:
                 raise DataFileError(f"{images.root}/{top}: there is no class {top} among the {len(label_of)} that the network learns")
             of_class[top] += count
-        empty = [name for name in dict.fromkeys(tops) if name and not of_class[name]]
+        empty = [name for name in (self.classes if split == "train" else dict.fromkeys(tops)) if name and not of_class[name]]
+        if empty and split == "train":
+            raise DataNotFoundError(
+                f"{images.root}: {len(empty)} of {len(label_of)} classes have no images, so that nothing would train their outputs:"
+                f" {', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}; put images into these folders, or remove them"
+            )
         if empty:
             rank_zero_warn(
                 f"{images.root}: {len(empty)} class folders have no images: {', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}"

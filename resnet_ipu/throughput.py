@@ -23,6 +23,8 @@ SECONDS = 6.0  # that each of the two is measured for, at least; a short epoch i
 class DataBenchmark(CommandLine):
     """The command with everything built as for training, which then measures in place of it."""
 
+    trains = False
+
     def _run_subcommand(self, subcommand: str) -> None:
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")

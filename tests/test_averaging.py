@@ -189,7 +189,10 @@ def test_what_cannot_be_averaged_is_named(tmp_path, capsys):
         assert cli.average(["--checkpoint-input-path", str(tmp_path), *words], prog="resnet_ipu", version=str) == 2
         return capsys.readouterr().err
 
-    assert "there are 2 checkpoints of different weight updates, fewer than the 3 asked for" in error("--weight-avg-N", "3")
+    assert (
+        "there are 2 checkpoints of different weight updates, fewer than the 3 asked for; a run keeps so many with --keep-last 3"
+        in error("--weight-avg-N", "3")
+    )
     assert "--weight-avg-exp-decay 0.5 needs --weight-avg-strategy exponential" in error("--weight-avg-exp-decay", "0.5")
     assert "--weight-avg-N 0 must be at least 1, or -1" in error("--weight-avg-N", "0")
     assert f"{tmp_path}/last.ckpt is a checkpoint of a run, which would be lost" in error(

@@ -153,6 +153,20 @@ def test_a_recipe_gives_way_to_what_was_said():
     assert (settings["data.augment"], settings["data.crop_padding"], settings["data.scaling"]) == ("true", "4", "unit")
 
 
+def test_the_default_rate_of_sgd_follows_the_samples_of_a_weight_update():
+    for line, rate in (
+        ("", 0.01),
+        ("--batch-size 256", 0.08),
+        ("--gradient-accumulation-count 8", 0.08),
+        ("--replicas 2 --gradient-accumulation-count 4", 0.08),
+        ("--network estimator --pipeline", 0.08),
+        ("--recipe fast --batch-size 32 --gradient-accumulation-count 8", 0.4),
+        ("--recipe fast --network keras --batch-size 256", 0.002),
+        ("--learning-rate 0.3 --replicas 2", 0.3),
+    ):
+        assert float(settled(line)["model.learning_rate"]) == pytest.approx(rate), line
+
+
 def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     line = """--network estimator --no-channels-last --dataset MNIST --data-dir d --validation-split 0.2 --augmentation --crop-padding 3
         --batch-size 8 --replicas 2 --gradient-accumulation-count 3 --pipeline --pipeline-splits network.conv3,network.dense1

@@ -145,8 +145,13 @@ def test_a_wrong_command_line_is_one_clear_line_and_status_2(run, line, message)
 
 def test_the_batch_is_over_all_replicas_and_the_learning_rate_goes_by_it():
     settings = settled("--size", "x50", "--replication-factor", "4", "--gradient-accumulation-factor", "8")
-    assert settings["data.micro_batch_size"] == "8" and float(settings["model.learning_rate"]) == 0.02
-    assert float(settled("--size", "8", "--batch-size", "128")["model.learning_rate"]) == 0.4
+    assert settings["data.micro_batch_size"] == "8" and float(settings["model.learning_rate"]) == 0.16  # of 256 samples
+    for words in (
+        "--batch-size 256",
+        "--gradient-accumulation-factor 8",
+        "--micro-batch-size 16 --replication-factor 4 --global-batch-size 256",
+    ):
+        assert float(settled("--size", "8", *words.split())["model.learning_rate"]) == 0.8
     assert (
         float(settled("--micro-batch-size", "8", "--replication-factor", "4", "--base-learning-rate", "-6")["model.learning_rate"]) == 0.5
     )
@@ -467,7 +472,16 @@ def test_ctrl_c_within_a_validation_ends_after_it_with_a_checkpoint_and_twice_at
 
 
 def test_resuming_takes_the_options_of_the_start_and_refuses_another_model(run):
-    assert run(*TINY, "--epochs", "1", "--learning-rate", "0.05")[0] == 0
+    assert run(*TINY, "--epochs", "1")[0] == 0
+    for line in (["--batch-size", "64"], ["--gradient-accumulation-factor", "2"]):  # the rate, too, is another, but not the cause
+        status, _, errors = run("--resume", *line, "--epochs", "2")
+        error = errors.splitlines()[-1]
+        assert (
+            status == 2
+            and "learning_rate" not in error
+            and re.search("error: (the micro-batch is 64|.*gradient_accumulation_factor is 2),", error)
+        )
+    assert run(*TINY, "--epochs", "1", "--learning-rate", "0.05", "--output-dir", "results")[0] == 0
     status, output, errors = run("--resume", "--epochs", "2")
     assert status == 0 and "goes on after weight update 8" in output and "resuming with --epochs 2 in place of 1" in errors
     status, output, _ = run("--resume")
@@ -476,6 +490,8 @@ def test_resuming_takes_the_options_of_the_start_and_refuses_another_model(run):
     assert status == 2 and "model.size is 14, but the run to be resumed has 8" in errors.splitlines()[-1]
     status, _, errors = run("--resume", "--replication-factor", "2", "--gradient-accumulation-factor", "2", "--epochs", "3")
     assert status == 2 and "error: the micro-batch is 16, but" in errors.splitlines()[-1]
+    status, _, errors = run("--resume", "--optimizer", "adamw", "--epochs", "3")
+    assert status == 2 and "model.optimizer is adamw" in errors.splitlines()[-1]
     status, _, errors = run("--resume", "--no-augmentation", "--epochs", "3")
     assert status == 0 and "warning: the run goes on with data.augment False; so far it was" in errors
     status, _, errors = run("fit", "--config", "results/config.yaml", "--resume", "true", "--trainer.max_epochs", "4")

@@ -11,7 +11,7 @@ from image_tree import BAD, CLASSES, make_tree, oddities
 from cifar_ipu.data import DataFileError
 from lightning_ipu.tfrecord import TFRecords, parse_example, write_tfrecord
 from resnet_ipu import __main__ as command
-from resnet_ipu.convert import convert
+from resnet_ipu.convert import _shards_for, convert
 from resnet_ipu.data import ImageNetDataModule
 
 SHARDS = {"train": 8, "validation": 2}
@@ -63,6 +63,19 @@ def test_every_image_is_in_one_shard_with_its_label_from_1_and_its_bytes(tree, s
     assert len(found) == GOOD
     kinds = {bytes(parse_example(records[n])["image/format"][0]) for n in range(GOOD)}
     assert {b"JPEG", b"PNG", b"WEBP", b"GIF", b"TIFF", b"BMP"} == kinds
+
+
+def test_the_number_of_shards_follows_the_bytes_unless_it_is_given(tree, tmp_path, monkeypatch):
+    assert command.main(["convert", str(tree), str(tmp_path / "small"), "--num-workers", "2"]) == 0  # far below 100 MB
+    assert {path.name for path in (tmp_path / "small").glob("*-of-*")} == {"train-00000-of-00001", "validation-00000-of-00001"}
+    total = sum(path.stat().st_size for path in (tree / "val").glob("*/*"))
+    monkeypatch.setattr("resnet_ipu.convert.BYTES_PER_SHARD", total / 5)
+    part = ImageNetDataModule(data_dir=tree).part("validation")
+    assert _shards_for(part) == 5
+    monkeypatch.setattr("resnet_ipu.convert.BYTES_PER_SHARD", 1)
+    assert _shards_for(part) == len(part) == 12  # no file without an image
+    monkeypatch.setattr("resnet_ipu.convert.MOST_SHARDS", 7)
+    assert _shards_for(part) == 7
 
 
 def test_shards_and_folders_give_the_same_tensors(tree, shards):

@@ -190,6 +190,39 @@ def test_the_original_line_runs_from_the_package_and_says_that_it_learns_nothing
     assert config["model"]["optimizer"] == "Adadelta" and config["model"]["learning_rate"] == 0.5 and config["model"]["dropout"] == 0.2
 
 
+def test_a_configuration_without_validation_validates_where_it_is_asked_to_and_a_runs_own_configuration_is_benchmarked(run):
+    line = [
+        "configs/graphcore.yaml",
+        "--n-train",
+        "2",
+        "--n-epochs",
+        "1",
+        "--sample-size",
+        "32",
+        "--conv-size",
+        "2",
+        "--precision",
+        "32.32",
+    ]
+    status, output, errors = run(*line)
+    assert status == 0 and "val loss" not in output and "warning" not in errors, errors
+    assert {path.name for path in Path("results/checkpoints").iterdir()} == {"last.ckpt", "update2.ckpt"}
+    status, output, errors = run("--config", "results/config.yaml", "--data-benchmark")
+    assert status == 0 and output.splitlines()[0] == "Epoch, Bandwidth(GB/s), Samples/Second" and output.count("\n") == 4, errors
+    status, output, errors = run(*line, "--n-valid", "2")
+    assert status == 0 and "val loss" in output and "MAE" in output, errors
+    assert any("best" in path.name for path in Path("results/checkpoints").iterdir())
+
+
+def test_the_default_rate_of_sgd_follows_the_samples_of_a_weight_update():
+    def rate(*words: str) -> float:
+        return float(settled(*words)["model.learning_rate"])
+
+    assert rate() == 0.02 and rate("--num-ipus", "2") == 0.04 and rate("--gradient-accumulation-factor", "4") == 0.08
+    assert rate("--micro-batch-size", "4") == 0.01 and rate("--num-ipus", "2", "--optimizer", "Adam") == 0.001
+    assert rate("configs/mlperf.yaml", "--optimizer", "SGD") == pytest.approx(0.02 * 4 * 16 / 8)
+
+
 def test_every_configuration_trains_and_is_what_it_says(run):
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {"graphcore", "mlperf", "small"}
     status, _, errors = run("generate", "--output-dir", "d", "--n-train", "8", "--n-valid", "2", "--oversample", "1")

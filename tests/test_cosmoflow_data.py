@@ -222,6 +222,14 @@ def test_one_folder_is_split_by_universe_never_by_cube(tmp_path):
     assert {number // 10 for number in numbers(other)} != validation
 
 
+def test_without_validation_no_universe_is_held_out_also_where_there_is_only_one(tmp_path):
+    write_split(tmp_path / "many", {f"univ_a{k}": [k] for k in range(10)})
+    write_split(tmp_path / "one", {f"univ_a_{part:03d}": [part] for part in range(3)})
+    for name, count in (("many", 10), ("one", 3)):
+        data = files_module(tmp_path / name, n_valid=0)
+        assert numbers(data.part("train")) == list(range(count)) and data.part("validation") is None and data.val_dataloader() == []
+
+
 def test_given_folders_that_share_a_universe_are_warned_of(folder):
     shutil.copy(folder / "train" / "univ_ics_a2_000.tfrecord", folder / "validation" / "univ_ics_a2_063.tfrecord")
     with pytest.warns(UserWarning, match="1 universes have cubes both in .*univ_ics_a2, for example"):

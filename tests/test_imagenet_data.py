@@ -196,6 +196,19 @@ def test_what_is_missing_or_does_not_fit_is_named(tree, tmp_path):
 # -- batches ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", ["empty", "only noise", "bad"])
+def test_a_class_that_nothing_would_train_is_refused_by_its_name(run, tmp_path, how):
+    make_tree(tmp_path / "tree")
+    (tmp_path / "tree/train/emu").mkdir()
+    if how != "empty":
+        (tmp_path / "tree/train/emu" / ("notes.txt" if how == "only noise" else "a.jpg")).write_bytes(b"no image")
+    words = ["--dataset", "IMAGENET", "--data-dir", "tree", "--size", "8", "--image-size", "16", "--num-workers", "0"]
+    status, _, errors = run(*words, "--on-bad-image", "skip")
+    said = "all images of emu are bad" if how == "bad" else "1 of 5 classes have no images, so that nothing would train their outputs: emu"
+    assert status == 2 and said in errors.splitlines()[-1] and "Traceback" not in errors
+    assert run("convert", "tree", "shards")[0] == 2
+
+
 def test_names_that_are_no_text_are_shown_and_never_end_a_run(tmp_path, monkeypatch):
     root = os.fsencode(tmp_path)
     for name in (b"train/a", b"train/b"):

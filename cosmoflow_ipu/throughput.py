@@ -1,0 +1,21 @@
+"""How fast a training set is read when nothing else is done: the command's --data-benchmark."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from cosmoflow_ipu.data import reading_rates
+from lightning_ipu.run import CommandLine
+
+
+class DataBenchmark(CommandLine):
+    """The command with everything built as for training, which then reads the training set three times in a random order."""
+
+    trains = False
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.datamodule.prepare_data()
+        print("Epoch, Bandwidth(GB/s), Samples/Second")
+        for epoch, (bandwidth, rate) in enumerate(reading_rates(self.datamodule, epochs=3), start=1):
+            print(f"{epoch}, {bandwidth:.3f}, {rate:.1f}", flush=True)
