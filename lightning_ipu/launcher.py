@@ -10,20 +10,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from pytorch_lightning.utilities.exceptions import _TunerExitException
+from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
 from typing_extensions import override
 
 from lightning_ipu.machine import GRACE, LAUNCHED_BY, LAUNCHED_BY_VARIABLE, own_cores
 from lightning_ipu.plan import PlanError
 
 LONG_WAIT = 30.0  # seconds until the first process says that it waits for others: on a busy machine it takes them ten to load torch
+TOLD = 3.0  # seconds in which a process may end by itself once the cause of the run's end has been told
+
 _OTHER_IS_GONE = (  # what gloo and torch's store say of it
     "Connection closed by peer",
     "Connection reset by peer",
@@ -83,7 +85,8 @@ class Launcher(_SubprocessScriptLauncher):
             if lost_another(error) and isinstance(error.__context__, SystemExit):  # it was leaving, and met nobody at a barrier on its way
                 error = error.__context__
             if Launcher.children is not None:
-                Launcher.children.end_by(error)
+                if Launcher.children.end_by(error):
+                    raise SystemExit(1) from None
             elif lost_another(error):
                 self._let_the_cause_be_told(trainer)
             raise error
@@ -132,7 +135,7 @@ class Launcher(_SubprocessScriptLauncher):
         while not self._launcher_is_gone():
             if finished.wait(timeout=0.5):
                 return
-        if not finished.wait(timeout=GRACE):
+        if not finished.wait(timeout=TOLD):
             self._say_so()
             _end()
 
@@ -169,14 +172,17 @@ class Children:
         """This process begins to fit or evaluate."""
         self._trainer, self._failed = trainer, False
 
-    def end_by(self, error: BaseException) -> None:
-        """After an exception in this process: wait for the name of another that died before it, and take no later one for the cause."""
-        self._failed = not isinstance(error, (AgreedStop, _TunerExitException))
+    def end_by(self, error: BaseException) -> bool:
+        """After an exception in this process: wait for the name of another that died before it, and take no later one for the cause.
+
+        Returns whether that says all: this process has lost the other, and has nothing to add.
+        """
+        self._failed = not isinstance(error, (AgreedStop, SIGTERMException, _TunerExitException))
         self._is_missing_one = lost_another(error)
-        if isinstance(error, RuntimeError):
-            self._named.wait(timeout=3)
+        is_named = isinstance(error, RuntimeError) and self._named.wait(timeout=TOLD)
         if self._failed:
             self._named.set()
+        return is_named and self._is_missing_one
 
     def fail(self) -> None:
         """This process ends with an error that has been told: the others are to end as well, and none of them is the cause."""
@@ -190,7 +196,7 @@ class Children:
         self._name(failed)
         for process in self.processes:  # those that wait for the cause to be told need not wait longer
             process.terminate()
-        time.sleep(GRACE)
+        time.sleep(TOLD)
         for process in self.processes:
             process.kill()
         _end()
@@ -220,7 +226,7 @@ class Children:
             self._named.set()
             for process in self.processes:
                 process.terminate()
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + (TOLD if failed else GRACE)
         for local, process in enumerate(self.processes, start=1):
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -243,9 +249,11 @@ def let_signals_end() -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it any more
+        print(line, file=sys.stderr, flush=True)
 
 
 def _end() -> None:
-    sys.stdout.flush()
+    with suppress(Exception):
+        sys.stdout.flush()
     os._exit(1)  # the main thread may be in a collective, where no exception reaches it

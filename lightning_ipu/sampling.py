@@ -8,13 +8,11 @@ sample's own randomness is seeded with (seed, epoch, index), so neither loader w
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -26,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
+from lightning_ipu.workers import Loader
 
 _ORDER, _SAMPLE, _EVALUATE, _LOADER, _STREAM = (name_word(name) for name in ("order", "sample", "evaluate", "loader", "stream"))
 
@@ -157,23 +156,7 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
-    """Leave Ctrl-C and a first SIGTERM, which often reach all processes of a run, to the first process: it needs its workers to end well."""
-    received = 0
-
-    def terminate(signum: int, frame: Any) -> None:
-        nonlocal received
-        received += 1
-        if received > 1:
-            os._exit(128 + signum)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, terminate)
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
-
-
-def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> DataLoader:
+def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> Loader:
     """The same loader over another data set or sampler; its own draws (worker seeds) come from a generator of its own."""
     options = {
         name: getattr(loader, name)
@@ -181,11 +164,10 @@ def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> DataLoader:
     }
     if loader.num_workers:
         options["multiprocessing_context"] = loader.multiprocessing_context
-        options["worker_init_fn"] = partial(_start_worker, loader.worker_init_fn)
     if isinstance(changed["dataset"], SeededDataset):
         options["collate_fn"] = changed["dataset"].collate_fn
     generator = torch.Generator().manual_seed(mix(seed, _LOADER))
-    return DataLoader(**{**options, **changed, "generator": generator})
+    return Loader(**{**options, **changed, "generator": generator})
 
 
 def _refuse_shared_out(loader: DataLoader, name: str) -> None:
@@ -513,6 +495,10 @@ class EvaluationData:
             raise PlanError(
                 f"a {type(loader.dataset).__name__} or a loader without batch_sampler is evaluated by one process only, not {count}"
             )
+        elif type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers:  # as it is, over workers that no signal ends
+            order = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
+            batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            self.loader = _rebuilt(loader, seed=seed, dataset=loader.dataset, **order, **batches)
 
     @property
     def _iterator(self) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -37,6 +38,7 @@ from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import GradClipAlgorithmType
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
@@ -56,6 +58,7 @@ from lightning_ipu.engine.distributed import (
     broadcast_state,
     called_with,
     check_calls,
+    process_groups,
 )
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.half import SixteenBit
@@ -79,6 +82,7 @@ from lightning_ipu.user_step import (
     unchanged_metrics,
     undone_unless_finished,
 )
+from lightning_ipu.workers import Loader
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
@@ -86,6 +90,7 @@ SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped":
 _SEVERAL_OPTIMIZERS = "configure_optimizers returned {number} optimizers; IPUStrategy needs exactly one (use parameter groups)"
 _UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_BATCHES_BETWEEN_AGREEMENTS = 4  # of a validation over several processes, on whether a signal is to end it
 _TRANSFER, _STEP, _EVALUATION = (name_word(name) for name in ("transfer", "step", "evaluation"))
 
 
@@ -197,12 +202,15 @@ class IPUStrategy(DDPStrategy):
         self._engine: LocalEngine | None = None
         self._recorder: LogRecorder | None = None
         self._evaluation: dict[str, Any] = {}
-        self._user_settings: dict[str, Any] = {}
+        self._user_settings: dict[str, Any] = {}  # of the Trainer, which the plan needs otherwise
+        self._undo = ExitStack()  # what is to be put back when a fit or an evaluation ends, however it ends
+        self._loaders: list[Loader] = []
         self._processes: Processes | None = None
         self._stages: StageState | None = None
         self._restored: dict[str, Any] | None = None  # what the checkpoint of a resumed fit says in this package's words
         self._epoch: int | None = None  # that `progress.updates_done` counts in
         self._agreed_stop: int | None = None
+        self.end_by: Callable[[int], None] | None = None  # ends a fit by a signal; None leaves it to Lightning, which saves nothing
         self._between_steps = True  # whether what follows a host step is over: logs, validation
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
 
@@ -267,8 +275,9 @@ class IPUStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
         placement = Placement(plan=self.plan, processes=self._process_count)
+        self._undo.close()  # of a run that an error kept from its teardown
         # The order of samples is the strategy's: Lightning would shuffle every training loader, even in one process.
-        trainer._accelerator_connector.use_distributed_sampler = False
+        self._exchange(trainer._accelerator_connector, "use_distributed_sampler", False)
         self.seed = int(os.environ["PL_GLOBAL_SEED"]) if os.environ.get("PL_GLOBAL_SEED") else torch.initial_seed()
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_what_cannot_be_honoured(trainer)
@@ -282,9 +291,25 @@ class IPUStrategy(DDPStrategy):
             atexit.unregister(_leave_process_group)
             atexit.register(_leave_process_group)
             # Averages are over all processes already when Lightning sees them.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*when logging on epoch level")
+            self._undo.enter_context(_ignored(".*sync_dist=True.*when logging on epoch level"))
             self._processes = Processes(placement, device=self.root_device)
             self.seed = self.broadcast(self.seed)
+
+    def _exchange(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until the fit or evaluation ends; one that the object had from its class is taken off again."""
+        if name in vars(owner):
+            self._undo.callback(object.__setattr__, owner, name, vars(owner)[name])
+        else:
+            self._undo.callback(object.__delattr__, owner, name)
+        object.__setattr__(owner, name, value)
+
+    def _user_setting(self, name: str) -> Any:
+        """The user's value of a setting of the Trainer that may be set to another one until the fit or evaluation ends."""
+        if name not in self._user_settings:
+            trainer = self.lightning_module.trainer
+            self._user_settings[name] = getattr(trainer, name)
+            self._undo.callback(lambda: setattr(trainer, name, self._user_settings.pop(name)))
+        return self._user_settings[name]
 
     def _meet_apart_from_earlier_attempts(self) -> None:
         """After a restart by torchrun, let the processes find each other under names of their own.
@@ -314,6 +339,7 @@ class IPUStrategy(DDPStrategy):
         check_splits(module, self.pipeline_splits)
         check_num_stages(module, self.plan.num_stages)
         self._own_transfer()
+        self._exchange(trainer._signal_connector, "_sigterm_notifier_fn", self._hear_sigterm)
         if self._processes is not None:
             for name, parameter in module.named_parameters():
                 if isinstance(parameter, UninitializedParameter):
@@ -323,8 +349,7 @@ class IPUStrategy(DDPStrategy):
             self._own_epochs(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             blocks = recompute_blocks(module, self.recompute)
-            self._user_settings = {name: getattr(trainer, name) for name in ("accumulate_grad_batches", "limit_train_batches")}
-            trainer.accumulate_grad_batches = self.plan.micro_batches_per_update
+            self._exchange(trainer, "accumulate_grad_batches", self.plan.micro_batches_per_update)
             try:
                 self.setup_optimizers(trainer)
             except RuntimeError as error:
@@ -340,11 +365,11 @@ class IPUStrategy(DDPStrategy):
                 )
                 self._recorder.muted = not self._processes.is_last  # the last stage runs the whole step
             self._randomness = NamedRandomness(module, seed=self.seed, device=self.root_device)
-            self._recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
+            self._undo.callback(self._randomness.remove)
+            recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
+            self._undo.callback(recomputation.remove)
             self._own_schedules()
             self._make_engine(trainer)
-            if self._stages is not None:
-                self._stages.give_up()
         else:
             self.setup_precision_plugin()
 
@@ -352,7 +377,7 @@ class IPUStrategy(DDPStrategy):
         """Keep Lightning's transfer hooks off the handles; the strategy calls them for every micro-batch, under seeds of its own."""
         module = self.lightning_module
         self._before_transfer = partial(type(module)._on_before_batch_transfer, module)
-        object.__setattr__(module, "_on_before_batch_transfer", lambda batch, dataloader_idx=0: batch)
+        self._exchange(module, "_on_before_batch_transfer", lambda batch, dataloader_idx=0: batch)
         selector = module.trainer._data_connector._datahook_selector
         self._user_transfers = any(is_overridden(hook, selector.get_instance(hook)) for hook in _TRANSFER_HOOKS)
         self._transfers = self._user_transfers or self.root_device.type != "cpu" or type(self.precision_plugin) is DoublePrecision
@@ -395,6 +420,8 @@ class IPUStrategy(DDPStrategy):
 
         ours = isinstance(self.precision_plugin, SixteenBit)
         narrow = self.precision_plugin.narrow_update(optimizer, module, seed=self.seed) if ours else None
+        if narrow is not None:
+            self._undo.callback(narrow.remove)
         self._scaling = self.precision_plugin.scaling if ours else None
         common: dict[str, Any] = {
             "plan": self.plan,
@@ -505,6 +532,22 @@ class IPUStrategy(DDPStrategy):
             _check_loss(module, output, partition)
         partition.check_step(before, whole, last=last)
         return partition
+
+    def _hear_sigterm(self, signum: int, frame: Any) -> None:
+        """In place of Lightning's handler, which talks to the other processes from wherever this one stands, and is heard after a host step."""
+        trainer = self.lightning_module.trainer
+        if self._processes is not None and trainer.state.fn != TrainerFn.FITTING:
+            raise SystemExit(128 + signum)
+        self.progress.stop_signal = signum
+        trainer._signal_connector.received_sigterm = self._processes is None  # of several processes, once they have agreed
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException) and not exception.code:
+            exception.code = 128 + signal.SIGTERM  # what was asked for is not done
+        if isinstance(exception, SIGTERMException) and self._stages is not None and not self._stages.is_whole:
+            self._stages.fetch()  # in all processes alike
+        super().on_exception(exception)
 
     def _stop(self, number: int) -> None:
         """Called in every process in the same weight update: one of them had been asked to stop before it."""
@@ -656,12 +699,13 @@ class IPUStrategy(DDPStrategy):
     @override
     def on_validation_start(self) -> None:
         self._validated_after = self.progress.run_updates
-        if self._stages is not None and not self._evaluates_in_pipeline:
+        if self._stages is not None and not self._stages.is_whole and not self._evaluates_in_pipeline:
             self._stages.fetch()
 
     @override
     def on_validation_end(self) -> None:
-        if self._stages is not None and self._engine is not None and not self._evaluates_in_pipeline:
+        trains = self._engine is not None and not self.lightning_module.trainer.sanity_checking
+        if self._stages is not None and trains and not self._evaluates_in_pipeline:
             self._stages.give_up()
 
     @override
@@ -681,6 +725,7 @@ class IPUStrategy(DDPStrategy):
         if self._processes is not None and not (self._processes.is_first or self._processes.is_last):
             places = range(0)  # stages in the middle need no data
         data = TrainingData(dataloader, seed=self.seed, shard=Shard(places=places, per_update=self.plan.micro_batches_per_update))
+        self._loaders.append(data.loader)
         if data.is_stream and self._processes is not None:
             raise PlanError("an IterableDataset is trained on by one process only: its samples cannot be shared out; use devices=1")
         if self._processes is not None and len(set(self._processes.gathered(data.fingerprint()))) > 1:
@@ -689,7 +734,7 @@ class IPUStrategy(DDPStrategy):
                 " generator of a fixed seed"
             )
         self.plan = plan = _with(self.plan, micro_batch_size=data.micro_batch_size)
-        micro_batches = _trained_micro_batches(trainer, data, plan, limit=self._user_settings["limit_train_batches"])
+        micro_batches = _trained_micro_batches(trainer, data, plan, limit=self._user_setting("limit_train_batches"))
         self.progress.updates_per_epoch = updates = None if micro_batches is None else micro_batches // plan.micro_batches_per_update
         if updates is not None:
             self.progress.samples_left_out = data.samples - micro_batches * plan.micro_batch_size
@@ -727,10 +772,12 @@ class IPUStrategy(DDPStrategy):
         shared: dict[str, Any] = {}
         if self._processes is not None and not trainer.predicting:
             name = "limit_test_batches" if trainer.testing else "limit_val_batches"
-            limit = self._user_settings.setdefault(name, getattr(trainer, name))
+            limit = self._user_setting(name)
             index, count = self._evaluation_share
             shared = {"limit": limit, "index": index, "count": count}
         data = EvaluationData(loader, seed=self.seed, **shared)
+        if isinstance(data.loader, Loader):
+            self._loaders.append(data.loader)
         if shared and isinstance(limit, float):
             setattr(trainer, name, 1.0)  # Lightning would take a share of this process's batches once more
         if data.left_out:
@@ -785,6 +832,8 @@ class IPUStrategy(DDPStrategy):
                 " IPUStrategy needs exactly one: join the data sets, e.g. with torch.utils.data.StackDataset or ConcatDataset"
             )
         self._own_validation_interval(trainer)
+        if self._stages is not None:  # not before nothing more is refused: the network is its user's again then
+            self._stages.give_up()
         if self._restored is not None:
             self._resume()
             return
@@ -910,6 +959,8 @@ class IPUStrategy(DDPStrategy):
         if self._processes is not None and (first_update == 0 or epoch_loop.batch_progress.is_last_batch):
             self._processes.check_alike(self.lightning_module, optimizer, holds=self.holds)
         self._settle(trainer, epoch_loop, handle, done)
+        if self._agreed_stop is not None and self.end_by is None:
+            trainer._signal_connector.received_sigterm = True
         self._between_steps = False
         closure._result = ClosureResult(closure_loss=loss, extra=extra)
         return loss
@@ -945,12 +996,12 @@ class IPUStrategy(DDPStrategy):
     def _own_epochs(self, trainer: Trainer) -> None:
         """Where several processes run: be called before and after the hooks of an epoch's end, and around what evaluates."""
         connector = trainer._logger_connector
-        connector.epoch_end_reached = partial(self._epoch_end_reached, connector)
-        connector.on_epoch_end = partial(self._epoch_ended, connector)
+        self._exchange(connector, "epoch_end_reached", partial(self._epoch_end_reached, connector))
+        self._exchange(connector, "on_epoch_end", partial(self._epoch_ended, connector))
         self._told_apart: set[str] = set()
         for loop in _evaluation_loops(trainer):
-            loop.setup_data = partial(self._set_up_evaluation, loop)
-            loop._evaluation_step = partial(self._evaluate_batch, loop)
+            self._exchange(loop, "setup_data", partial(self._set_up_evaluation, loop))
+            self._exchange(loop, "_evaluation_step", partial(self._evaluate_batch, loop))
 
     def _epoch_end_reached(self, connector: Any) -> None:
         """However an epoch ends, and after every evaluation loader: merge the metrics, before any hook and any logger reads them."""
@@ -985,6 +1036,10 @@ class IPUStrategy(DDPStrategy):
         """Lightning's evaluation of a batch with the hooks around it, which do not hear of one that only fills up the last round."""
         if batch_idx == 0:
             self._metrics.begin()
+        if batch_idx % _BATCHES_BETWEEN_AGREEMENTS == 0 and self._engine is not None:
+            if (number := self.agree_on_stop()) is not None:
+                self._stop(number)
+                (self.end_by or _end)(number)
         is_filler = getattr(loop._combined_loader.flattened[dataloader_idx], "size", None) == 0
         # What a pipeline's hooks add to metrics counts on the last stage, where the step is.
         counts = self._processes.is_last or not self._evaluates_in_pipeline
@@ -1069,21 +1124,11 @@ class IPUStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        module = self.lightning_module
-        if module is not None:
-            module.__dict__.pop("_on_before_batch_transfer", None)
-            for name in ("epoch_end_reached", "on_epoch_end"):
-                vars(module.trainer._logger_connector).pop(name, None)
-            for loop in _evaluation_loops(module.trainer):
-                for name in ("setup_data", "_evaluation_step"):
-                    vars(loop).pop(name, None)
-        if self._engine is not None:
-            self._engine = None
-            self._recomputation.remove()
-            self._randomness.remove()
-        for name, value in self._user_settings.items():
-            setattr(module.trainer, name, value)
-        self._user_settings, self._evaluation = {}, {}
+        self._engine, self._evaluation = None, {}
+        for loader in self._loaders:
+            loader.end_workers()
+        self._loaders = []
+        self._undo.close()
         super().teardown()
 
     @override
@@ -1112,9 +1157,28 @@ def _leave_process_group() -> None:
     refers to it, so they are given a moment as well.
     """
     let_signals_end()
+    process_groups.cache_clear()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     time.sleep(0.1)
+
+
+def _end(signum: int) -> None:
+    raise SIGTERMException(128 + signum)
+
+
+@contextmanager
+def _ignored(message: str) -> Iterator[None]:
+    """Ignore warnings of a kind; filters that others set in the meantime stay."""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", message=message)
+    added = [entry for entry in warnings.filters if entry not in before]
+    try:
+        yield
+    finally:
+        for entry in added:
+            if entry in warnings.filters:
+                warnings.filters.remove(entry)
 
 
 @contextmanager

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +32,19 @@ from lightning_ipu.plan import PlanError
 _SMALL = 8192  # bytes of a packed value that travel with its length
 
 
+@cache
+def process_groups(device_type: str, groups: int, parts: int, everyone: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The processes with the same stages as this one, and those with the same replicas: made once, and used by all that runs here.
+
+    Args:
+        groups: how many processes share the replicas out.
+        parts: processes per replica.
+        everyone: the group of all processes, whose end is theirs.
+    """
+    mesh = init_device_mesh(device_type, (groups, parts), mesh_dim_names=("replicas", "stages"))
+    return mesh.get_group("replicas"), mesh.get_group("stages")
+
+
 class Processes:
     """This process among those that carry a plan out: its replicas, its stages, and whom it shares them with.
 
@@ -42,10 +57,8 @@ class Processes:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.replicas, self.stages = placement.replicas_of(self.rank), placement.stages_of(self.rank)
         self.parts = placement.processes_per_replica
-        groups = self.count // self.parts
         self.group, self.part = divmod(self.rank, self.parts)
-        mesh = init_device_mesh(device.type, (groups, self.parts), mesh_dim_names=("replicas", "stages"))
-        self.same_stages, self.same_replica = mesh.get_group("replicas"), mesh.get_group("stages")
+        self.same_stages, self.same_replica = process_groups(device.type, self.count // self.parts, self.parts, dist.group.WORLD)
         self.device = device
 
     @property
@@ -139,19 +152,18 @@ class DistributedEngine(LocalEngine):
         parameters = self._parameters()
         if any(gradient is not None and gradient.layout != torch.strided for gradient in gradients):
             raise PlanError("sparse gradients cannot be averaged over processes; build the layer without, e.g. nn.Embedding(sparse=False)")
-        signal = self._stop_signal()
-        # Whether there is a gradient here, then how many processes received a signal and the sum of the signals' numbers.
+        # Whether there is a gradient here, and which signal this process received.
         facts = torch.tensor(
-            [float(gradient is not None) for gradient in gradients] + [float(signal > 0), float(signal)], device=self._processes.device
+            [float(gradient is not None) for gradient in gradients] + _signal_facts(self._stop_signal()), device=self._processes.device
         )
         sums = [
             torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
         all_reduce_flat([*sums, *moves, facts], group=self._processes.same_stages)
-        *present, signalled, signals = facts.tolist()
-        self._heard = round(signals / signalled) if signalled else 0
-        if signalled:
+        facts = facts.tolist()
+        present, self._heard = facts[: len(gradients)], _signal_in(facts[len(gradients) :])
+        if self._heard:
             self._on_stop(self._heard)
         return [gradient if here else None for gradient, here in zip(sums, present, strict=True)]
 
@@ -315,13 +327,13 @@ class PipelineEngine(DistributedEngine):
         self._heard = None
         loss, extra, made = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
         # Every stage learns of signals that any received, and of the loss. What came after the replicas have agreed waits for the next update.
-        signal = float(self._stop_signal() if self._heard is None else self._heard)
+        received = self._stop_signal() if self._heard is None else self._heard
         told = [loss.item(), float(bool(extra))] if self._processes.is_last else [0.0, 0.0]
-        facts = torch.tensor([float(signal > 0), signal, *told], dtype=torch.float64).to(self._processes.device)
+        facts = torch.tensor([*told, *_signal_facts(received)], dtype=torch.float64).to(self._processes.device)
         dist.all_reduce(facts, group=self._processes.same_replica)
-        signalled, signals, total, has_extra = facts.tolist()
-        if signalled:
-            self._on_stop(round(signals / signalled))
+        total, has_extra, *signals = facts.tolist()
+        if heard := _signal_in(signals):
+            self._on_stop(heard)
         if has_extra:  # whatever else the step returned, which hooks get as its outputs
             everyone = self._processes.gathered(map_tensors(torch.Tensor.cpu, extra), self._processes.same_replica)
             extra = map_tensors(lambda tensor: tensor.to(self._processes.device), everyone[-1])
@@ -537,6 +549,9 @@ class StageState:
     @contextmanager
     def laid_out(self) -> Iterator[None]:
         """Let what other processes hold have its memory layout, though no values: results' layouts follow from it."""
+        if self.is_whole:
+            yield
+            return
         self._lay_out()
         try:
             yield
@@ -572,6 +587,16 @@ class StageState:
         """The parts that the processes of a replica hold of a dictionary of tensors, as one dictionary in each."""
         everyone = self._processes.gathered(own, self._processes.same_replica)
         return {key: value for part in everyone for key, value in part.items()}
+
+
+def _signal_facts(number: int) -> list[float]:
+    """A signal that a process received, 0 for none, as numbers whose sums over processes `_signal_in` reads."""
+    return [float(place == number) for place in range(1, signal.NSIG)]
+
+
+def _signal_in(sums: list[float]) -> int:
+    """The signal that processes received, 0 for none; of several kinds the one with the largest number: SIGTERM before SIGINT."""
+    return max((place for place, count in enumerate(sums, start=1) if count), default=0)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:

@@ -20,6 +20,7 @@ import logged
 import numpy
 import pytorch_lightning as pl
 import reported
+import stopped
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.utilities import CombinedLoader
@@ -409,6 +410,7 @@ def main(folder: Path, processes: int) -> None:
         if trainer.is_global_zero:
             torch.save(result, folder / f"{number}.pt")
     if processes == 2:
+        stops = stopped.run(2)
         average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
         reports = {plan: reported.run(2, plan) for plan in reported.PLANS}
         messages = {name: refusal(name) for name in REFUSALS}
@@ -417,6 +419,7 @@ def main(folder: Path, processes: int) -> None:
             torch.save(average, folder / "averaged.pt")
             torch.save(logs, folder / "logged.pt")
             torch.save(reports, folder / "reported.pt")
+            torch.save(stops, folder / "stopped.pt")
             torch.save(messages, folder / "refusals.pt")
             torch.save({True: bound, False: free}, folder / "cores.pt")
 

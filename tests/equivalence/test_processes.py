@@ -12,6 +12,7 @@ import processes
 import pytest
 import pytorch_lightning as pl
 import reported
+import stopped
 import torch
 from plain_loop import train
 from processes import CASES, Spread, dataset, run
@@ -180,3 +181,10 @@ def test_the_picture_of_a_validation_shows_the_samples_of_all_processes(plan, fo
         np.testing.assert_array_equal(drawn["t"][order], drawn["truth"][places])
         np.testing.assert_allclose(drawn["p"][order], one["p"][np.argsort(one["t"][:, 0])], rtol=1e-5)
     assert two["r2"] == pytest.approx(one["r2"], rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", stopped.PLANS)
+def test_of_two_signals_in_one_update_all_processes_take_sigterm_and_stop_after_it(plan, folder):
+    signals, updates, groups = torch.load(folder / "stopped.pt", weights_only=False)[plan]
+    assert signals == [15, 15] and updates == [4, 4]
+    assert groups[0] == groups[1]  # the first run's, after it and after the second

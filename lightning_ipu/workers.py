@@ -1,0 +1,97 @@
+"""Loader workers: they leave a run's signals to its own process, and are gone as soon as that wants them gone.
+
+A signal often reaches all processes of a run at once (Ctrl-C, `timeout`, a batch system). The weight update in flight still needs its
+workers then, so they ignore it. That takes the word away by which torch and multiprocessing end a worker that does not end by itself:
+multiprocessing would wait for it for ever at the program's end, torch for 5 s each. Therefore they are killed here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+GRACE = 1.0  # seconds in which workers may end by themselves: they finish the sample in hand
+
+
+class Loader(DataLoader):
+    """A DataLoader whose workers, however busy, end when they are asked to, and never outlive the program's end."""
+
+    def __init__(self, *args: Any, num_workers: int = 0, worker_init_fn: Callable[[int], Any] | None = None, **options: Any) -> None:
+        if num_workers:
+            worker_init_fn = partial(_start, worker_init_fn)
+        super().__init__(*args, num_workers=num_workers, worker_init_fn=worker_init_fn, **options)
+        self._running: weakref.WeakSet[_Batches] = weakref.WeakSet()
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        batches = _Batches(self)
+        self._running.add(batches)
+        return batches
+
+    def end_workers(self) -> None:
+        """End all of them, whoever still holds an iterator."""
+        for batches in list(self._running):
+            batches._shutdown_workers()
+        self._iterator = None
+
+
+class _Batches(_MultiProcessingDataLoaderIter):
+    """torch's iterator over the batches that workers make, with an end that takes a second at most."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._maker = os.getpid()
+        try:
+            super().__init__(loader)
+        except BaseException:
+            _kill(getattr(self, "_workers", []))
+            raise
+        Finalize(self, _kill, args=(self._workers,), exitpriority=0)  # before multiprocessing's exit function asks them, and waits
+
+    def _shutdown_workers(self) -> None:
+        if self._shutdown or self._maker != os.getpid():  # a worker has a copy of this
+            return
+        workers, queues = self._workers, self._index_queues
+        self._workers, self._index_queues = [], []
+        super()._shutdown_workers()  # all but the workers: the thread that pins memory, which must end first, and the events
+        if not self._shutdown:  # Python is exiting
+            return
+        for queue in queues:
+            queue.put(None)
+            queue.cancel_join_thread()
+            queue.close()
+        deadline = time.monotonic() + GRACE
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        _kill(workers)
+
+
+def _kill(workers: list[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+
+
+def _start(worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
+    """In a worker: leave Ctrl-C and SIGTERM to the run's process, as long as there is one."""
+    maker = os.getppid()
+
+    def terminate(signum: int, frame: Any) -> None:
+        if os.getppid() != maker:
+            os._exit(128 + signum)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, terminate)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
