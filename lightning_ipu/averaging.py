@@ -155,6 +155,8 @@ class AveragedWeights(Callback):
         checkpoint[AVERAGE] = {"decay": self.decay, "steps": self._steps, "update": self._update, "average": average}
         if self.evaluate == "average":
             trained = checkpoint["state_dict"]
+            if self._trained:  # while a validation has the average in their place
+                trained = trained | getattr(trainer.strategy, "merged", lambda held: held)(self._trained)
             checkpoint[TRAINED] = trained
             checkpoint["state_dict"] = {
                 name: average[name].to(value.dtype) if name in average else value for name, value in trained.items()

@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -52,6 +54,7 @@ def stages_of(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
 class SignalHandler:
     """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once.
 
+    Signals within a second are one: `timeout` sends one to the process and one to its group, and so do a terminal and torchrun together.
     Python calls a handler between two of its own instructions, never inside a call of C++: a process that waits there for others, which
     may not come for half an hour, would be deaf. So a thread, too, is told of every signal (it reads the number from a socket that Python's
     C handler writes to), and ends the process that a signal should have ended 2 s ago.
@@ -61,6 +64,7 @@ class SignalHandler:
         self.display: RunDisplay | None = None
         self.trainer: pl.Trainer | None = None  # while it trains
         self.received: int | None = None
+        self._received_at = 0.0
         self._over = threading.Event()
         self._told: socket.socket | None = None
 
@@ -85,24 +89,26 @@ class SignalHandler:
             self._told.close()
 
     def _end_the_deaf(self, heard: socket.socket) -> None:
-        asked = False
+        asked: float | None = None
         with heard:
             while number := heard.recv(1):
                 signum = number[0]
                 if signum not in (signal.SIGINT, signal.SIGTERM):
                     continue
-                if self.trainer is not None and not asked:
-                    asked = True
-                elif not self._over.wait(2):
+                if self.trainer is not None and asked is None:
+                    asked = time.monotonic()
+                elif not _is_same_request(asked) and not self._over.wait(2):
                     os._exit(128 + signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None and _is_same_request(self._received_at):
+            return
         if self.trainer is None or self.received is not None:
             raise SystemExit(128 + signum)
-        self.received = signum
+        self.received, self._received_at = signum, time.monotonic()
         self.trainer.strategy.progress.stop_signal = signum
         # Written by a thread: this handler may have interrupted a write to the same stream.
-        work = "validation" if self.trainer.validating else "current weight update"
+        work = "current batch of the validation" if self.trainer.validating else "current weight update"
         again = "Ctrl-C again" if signum == signal.SIGINT else "the signal again"
         text = f"finishing the {work}, then saving ({again} ends at once)"
         threading.Thread(target=self.say, args=(text,)).start()
@@ -113,6 +119,11 @@ class SignalHandler:
             self.display.line(text)
         else:
             print(text, flush=True)
+
+
+def _is_same_request(before: float | None) -> bool:
+    """Whether a signal that comes now belongs to one that came before."""
+    return before is not None and time.monotonic() - before < 1
 
 
 def _leave_signals_to_the_run() -> None:
@@ -130,7 +141,8 @@ class RunCheckpoints(Callback):
     """Keeps ``last.ckpt``, the latest state: after every so many weight updates, each epoch, the training, and when a signal ends it.
 
     It saves when all that follows a weight update or an epoch is over (logs, validation, the epoch's end), so that the run that goes on
-    from there repeats nothing and leaves nothing out. Every checkpoint gets the ``settings`` that an evaluation needs beside the module's own.
+    from there repeats nothing and leaves nothing out; but a signal in a validation does not wait for its end, and the run that goes on
+    validates anew. Every checkpoint gets the ``settings`` that an evaluation needs beside the module's own.
 
     Args:
         directory: of the checkpoints.
@@ -153,11 +165,15 @@ class RunCheckpoints(Callback):
         self.signals, self.settings = signals, settings
         self.trained = False  # whether there was anything left to train
         self._saved_after: int | None = None
+        self._resumed_before_a_validation = False
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.trained, self._saved_after = True, trainer.global_step
+        self.trained = True
+        if not self._resumed_before_a_validation:  # else the same state but for that is worth another checkpoint
+            self._saved_after = trainer.global_step
         self.signals.trainer = trainer
+        trainer.strategy.end_by = partial(self._end_if_asked, trainer)
         self.signals.install()  # in place of Lightning's own for SIGTERM, which ends with status 0
         if trainer.is_global_zero:
             for part in self.directory.glob(".*.ckpt.*.part"):  # of a write that was killed
@@ -176,10 +192,19 @@ class RunCheckpoints(Callback):
         self._end_if_asked(trainer, trainer.strategy.agree_on_stop())
 
     @override
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.world_size == 1:  # the strategy has several processes agree
+            self._end_if_asked(trainer, trainer.strategy.agreed_stop)
+
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer)
         self._end_if_asked(trainer, trainer.strategy.agree_on_stop())
         self.signals.trainer = None
+
+    @override
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._resumed_before_a_validation = KEY in checkpoint and checkpoint[KEY]["position"]["validation_due"]
 
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:

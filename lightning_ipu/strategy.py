@@ -276,6 +276,7 @@ class IPUStrategy(DDPStrategy):
         trainer = self.lightning_module.trainer
         placement = Placement(plan=self.plan, processes=self._process_count)
         self._undo.close()  # of a run that an error kept from its teardown
+        self.end_by = None
         # The order of samples is the strategy's: Lightning would shuffle every training loader, even in one process.
         self._exchange(trainer._accelerator_connector, "use_distributed_sampler", False)
         self.seed = int(os.environ["PL_GLOBAL_SEED"]) if os.environ.get("PL_GLOBAL_SEED") else torch.initial_seed()

@@ -106,6 +106,27 @@ def test_a_resumed_run_has_the_average_of_one_that_was_not_interrupted(tmp_path)
         fit(normed(), train, validate, ckpt_path=path, **options)
 
 
+def test_a_checkpoint_of_the_middle_of_a_validation_holds_the_trained_weights_and_the_average(tmp_path):
+    train, validate = loader(classes(24), 2), loader(classes(12, seed=6), 4)
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer, module, *_) -> None:
+            self.weights = copy.deepcopy(module.state_dict())
+
+        def on_validation_batch_start(self, trainer, *_) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+        def on_validation_end(self, trainer, *_) -> None:
+            trainer.save_checkpoint(tmp_path / "b.ckpt")
+
+    save = Save()
+    fit(normed(), train, validate, callbacks=[AveragedWeights(decay=0.9), save], num_sanity_val_steps=0)
+    within, after = (torch.load(tmp_path / name, weights_only=True) for name in ("a.ckpt", "b.ckpt"))
+    for states in (within, after):
+        assert all(torch.equal(states[TRAINED][name], value) for name, value in save.weights.items())
+    assert all(torch.equal(within["state_dict"][name], value) for name, value in after["state_dict"].items())
+
+
 def test_the_average_of_16_bit_weights_is_kept_in_32_and_saved_in_16():
     module, callback = normed(), AveragedWeights(decay=0.99, ramp=False)
     trainer = make_trainer(callbacks=[callback], precision="bf16-true")

@@ -19,6 +19,7 @@ HOOKS = {
     "on_train_batch_start": "exact",
     "on_train_epoch_start": "exact",
     "on_train_batch_end": "",
+    "on_validation_batch_start": "exact",
     "on_validation_end": "",
     "on_train_epoch_end": "",
 }

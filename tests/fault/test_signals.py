@@ -40,7 +40,9 @@ def test_an_agreed_stop_of_two_processes_names_none_of_them(tmp_path):
     begun = time.monotonic()
     while not (tmp_path / "out" / "checkpoints" / "last.ckpt").exists() and time.monotonic() - begun < 60:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
+    for _ in range(2):  # as from a terminal and from a launcher
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "the state is saved in" in output
     assert "and with it the run" not in output and "Traceback" not in output
