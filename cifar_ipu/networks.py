@@ -67,6 +67,12 @@ class WhiteningConv2d(nn.Conv2d):
         super().__init__(in_channels, 2 * in_channels * kernel_size**2, kernel_size, bias=False)
         self.weight.requires_grad = False
 
+    @property
+    def fitted(self) -> bool:
+        """Whether `fit` has set the filters, here or in the run whose weights were loaded: they come in pairs of either sign."""
+        positive, negative = self.weight.chunk(2)
+        return torch.equal(positive, -negative)
+
     @torch.no_grad()
     def fit(self, images: Tensor, *, eps: float = 5e-4) -> None:
         """Set the filters from normalised images [batch, channels, height, width].

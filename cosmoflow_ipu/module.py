@@ -34,7 +34,8 @@ MIDDLE = "mae_of_the_middle"  # what taking each parameter for the middle of its
 class CountTransform(nn.Module):
     """Turns counts into what the network sees: log(1 + counts), or counts divided by their mean, then each channel shifted and scaled.
 
-    Shift and scale are buffers, so that a checkpoint holds them; at first they change nothing.
+    Shift and scale are buffers, so that a checkpoint holds them; at first they change nothing. What has no deviation is not scaled, and an
+    empty volume stays empty.
     """
 
     def __init__(self, channels: int, *, apply_log: bool) -> None:
@@ -45,7 +46,11 @@ class CountTransform(nn.Module):
 
     def forward(self, counts: Tensor) -> Tensor:
         volumes = counts.float()  # half precision holds whole numbers up to 2,048 only: the logarithm comes before any cast
-        volumes = volumes.log1p() if self.apply_log else volumes / volumes.mean(dim=(1, 2, 3, 4), keepdim=True)
+        if self.apply_log:
+            volumes = volumes.log1p()
+        else:
+            mean = volumes.mean(dim=(1, 2, 3, 4), keepdim=True)
+            volumes = volumes / mean.where(mean > 0, 1)
         shape = (-1, 1, 1, 1)
         return (volumes - self.mean.float().view(shape)).div_(self.std.float().view(shape)).to(self.mean.dtype)
 
@@ -54,7 +59,13 @@ class CountTransform(nn.Module):
         """Choose shift and scale so that each channel of some volumes has mean 0 and standard deviation 1."""
         self.mean.zero_(), self.std.fill_(1)
         volumes = self(counts).double()
-        self.mean.copy_(volumes.mean(dim=(0, 2, 3, 4))), self.std.copy_(volumes.std(dim=(0, 2, 3, 4)))
+        mean, std = volumes.mean(dim=(0, 2, 3, 4)), volumes.std(dim=(0, 2, 3, 4))
+        self.mean.copy_(mean), self.std.copy_(std.where(std > 1e-6 * mean.abs().clamp(min=1), 1))  # below is the rounding of a constant
+
+    @property
+    def fitted(self) -> bool:
+        """Whether shift and scale do anything."""
+        return bool((self.mean != 0).any() or (self.std != 1).any())
 
 
 class CosmoFlowModule(pl.LightningModule):
@@ -184,7 +195,7 @@ class CosmoFlowModule(pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Measure the volumes for `standardise`, unless a checkpoint that is continued from has done so."""
-        if not self.hparams.standardise or not (self.transform.std == 1).all():
+        if not self.hparams.standardise or self.transform.fitted:
             return
         sample = getattr(self.trainer.datamodule, "sample_counts", None)
         if sample is None:
@@ -245,7 +256,8 @@ class CosmoFlowModule(pl.LightningModule):
         for predictions, targets in self._scores:
             sums += torch.stack([value.sum(0) for value in (torch.ones_like(targets), targets, targets**2, (predictions - targets) ** 2)])
         count, total, squares, errors = sums
-        r2 = 1 - errors / (squares - total**2 / count)
+        variances = squares - total**2 / count
+        r2 = 1 - errors / variances.where(variances > 1e-12 * squares, torch.nan)  # of targets that are all alike nothing can be explained
         for number, name in enumerate(PARAMETERS):
             self.log(f"{split}_r2_{name}", r2[number])
         self.log(f"{split}_r2", r2.mean())
@@ -257,7 +269,7 @@ class CosmoFlowModule(pl.LightningModule):
         """The optimizer, and a schedule that spans the Trainer's weight updates and is stepped with each of them."""
         options = self.hparams
         hidden = [self.network.fc1.weight, self.network.fc2.weight] if options.l2 else []
-        others = [parameter for parameter in self.network.parameters() if not any(parameter is weight for weight in hidden)]
+        others = [parameter for parameter in self.parameters() if not any(parameter is weight for weight in hidden)]
         groups = [{"params": others, "weight_decay": 0.0}]
         if hidden:
             groups.append({"params": hidden, "weight_decay": 2 * options.l2})

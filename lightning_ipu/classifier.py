@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor]  # images [batch, channels, height, width], normal
 
 
 class ImageClassifier(pl.LightningModule):
-    """Trains the ``network`` that a subclass sets; logs train_, val_ and test_ loss and accuracy (0 to 1).
+    """Trains the ``network`` that a subclass sets, and all other parameters it has; logs train_, val_ and test_ loss and accuracy (0 to 1).
 
     Args:
         optimizer: sgd, adamw, rmsprop, lars or lamb.
@@ -189,7 +189,7 @@ class ImageClassifier(pl.LightningModule):
         """The optimizer, and a schedule that spans the Trainer's weight updates and is stepped with each of them."""
         options = self.hparams
         optimizer = build_optimizer(
-            self.network, options.optimizer, lr=options.learning_rate, decay_all=options.decay_all, **self._optimizer_options
+            self, options.optimizer, lr=options.learning_rate, decay_all=options.decay_all, **self._optimizer_options
         )
         total, per_epoch = self.trainer.estimated_stepping_batches, updates_per_epoch(self.trainer)
         schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)

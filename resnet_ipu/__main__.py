@@ -279,7 +279,7 @@ OPTIONS = (
         key="data.fast_decode",
         type=bool,
         excludes="--no-augmentation",
-        help="of IMAGENET: decode training JPEGs at half scale where the crop is large enough; faster, and loses some detail",
+        help="of IMAGENET: decode training JPEGs at half scale where the crop has twice the pixels that are needed; faster with large images",
     ),
     Option(
         name="--eight-bit-transfer",

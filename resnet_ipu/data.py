@@ -589,7 +589,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         image_size: side of the images in pixels, as the network sees them.
         eval_image_size: the same in evaluation; null is image_size.
         eval_resize: pixels to which evaluation scales the shorter side before it takes the middle; null is 8/7 of eval_image_size.
-        fast_decode: decode training JPEGs at half scale where the crop has at least image_size pixels each way; some detail is lost.
+        fast_decode: decode training JPEGs at half scale where the crop has at least twice image_size pixels each way.
         eight_bit_transfer: bring images to the device as uint8 and normalise them there, which moves a quarter of the bytes.
         on_bad_image: raise ends the run with the image's path; skip decodes all of them once before the run and leaves out the bad ones.
         classes: class names in the order of their labels; null takes the training folders, or the shards' own list.

@@ -7,7 +7,7 @@ The rules are the same wherever an image is read, in training, validation, predi
 * Grey becomes three equal channels. Of 16 bits the upper eight are kept.
 * CMYK: where there is an Adobe marker the inks are stored inverted, as Adobe's programs do; where there is none, as they are.
 * Transparent pixels, palettes included, lie on white; the colour hidden under them does not show.
-* An EXIF orientation is carried out.
+* An EXIF orientation is carried out. Metadata that cannot be read count as absent: pixels alone decide whether a file is whole.
 * Floating-point pixels have no range to go by and are refused, and so is whatever is cut off or no image.
 """
 
@@ -17,13 +17,15 @@ import contextlib
 import io
 import math
 import os
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torchvision.io  # noqa: F401 -- registers the operator below
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2
 
@@ -56,10 +58,21 @@ _FORMATS = (
     "AVIF",
     "JPEG2000",
 )  # none, as EPS would be, that Pillow runs a program for
+_TURNS = {  # by EXIF's orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_LONGEST = 4  # times its shorter side that an image's longer one may have before an evaluation scales it
 _LARGEST = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 62)  # pixels from which on Pillow refuses an image
 Image.init()  # without which Pillow knows the commonest formats only
 _RGB = 3  # torchvision's ImageReadMode.RGB
 # The operator beneath torchvision.io.decode_jpeg, which from 0.29 on warns at every call; without it Pillow decodes.
+_T = TypeVar("_T")
 _decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None) if hasattr(torch.ops, "image") else None
 
 
@@ -125,14 +138,49 @@ def decode_with_pillow(data: np.ndarray) -> Tensor:
     """`decode` by Pillow alone."""
     if len(data) == 0:
         raise ValueError("the file is empty")
+    return torch.from_numpy(_opened(data, _to_rgb, "the image cannot be decoded")).permute(2, 0, 1)
+
+
+def _opened(data: np.ndarray, use: Callable[[Image.Image], _T], failure: str) -> _T:
+    """What `use` makes of an image file's bytes; of a PNG's without its metadata where those stand in the way.
+
+    Pillow refuses a whole PNG for a broken or large text or colour profile.
+    """
     try:
-        with Image.open(io.BytesIO(memoryview(data)), formats=_FORMATS) as image:
-            pixels = _to_rgb(image)
+        try:
+            with Image.open(io.BytesIO(memoryview(data)), formats=_FORMATS) as image:
+                return use(image)
+        except Exception:
+            if (bare := _bare_png(data)) is None:
+                raise
+        with Image.open(io.BytesIO(bare), formats=("PNG",)) as image:
+            return use(image)
     except Image.UnidentifiedImageError:
         raise ValueError(_what_else(data)) from None
     except Exception as error:  # a damaged file can raise nearly anything
-        raise ValueError(f"the image cannot be decoded: {error or type(error).__name__}") from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+        raise ValueError(f"{failure}: {error or type(error).__name__}") from error
+
+
+def _bare_png(data: np.ndarray) -> bytes | None:
+    """A PNG of the chunks alone that pixels depend on, an orientation's included; None for other bytes."""
+    signature = b"\x89PNG\r\n\x1a\n"
+    if bytes(data[:8]) != signature:
+        return None
+    return signature + b"".join(
+        chunk
+        for kind, chunk in _png_chunks(memoryview(data))
+        if kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+        or kind == b"eXIf"
+        and zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big")
+    )
+
+
+def _png_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    at = 8
+    while at + 8 <= len(view):
+        length, kind = struct.unpack(">I4s", view[at : at + 8])
+        yield kind, view[at : at + 12 + length]
+        at += 12 + length
 
 
 def half_scale_decoder() -> Callable[[np.ndarray, JpegHeader], Tensor]:
@@ -160,7 +208,8 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
     image.load()
     inverted = image.mode == "CMYK" and image.format == "JPEG" and "adobe" not in image.info  # Pillow takes every JPEG for Adobe's
     transparent = image.info.get("transparency")
-    ImageOps.exif_transpose(image, in_place=True)
+    if (turn := _TURNS.get(_orientation(image))) is not None:
+        image = image.transpose(turn)
     if image.mode == "F":
         raise ValueError("floating-point pixels have no range to go by")
     if image.mode.startswith("I"):
@@ -175,6 +224,13 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _orientation(image: Image.Image) -> int | None:
+    try:
+        return image.getexif().get(0x0112)
+    except Exception:  # broken metadata can raise nearly anything
+        return None
 
 
 def _what_else(data: np.ndarray) -> str:
@@ -224,8 +280,7 @@ def training_crop(
         data: the file's bytes.
         size: side of the result in pixels.
         uniforms: the `UNIFORMS` random numbers in [0, 1) that decide it.
-        decode_half: decodes a plain JPEG at half its sides where the part has at least `size` pixels each way. Parts of less than twice
-            that lose detail; the part is the same.
+        decode_half: decodes a plain JPEG at half its sides where the half of the part still has `size` pixels each way.
 
     Raises:
         ValueError: as `decode`.
@@ -233,7 +288,7 @@ def training_crop(
     image = None
     if decode_half is not None and (header := jpeg_header(data)) is not None and header.channels in (1, 3) and not header.has_exif:
         box = random_crop_box(header.height, header.width, uniforms)
-        if min(box[2:]) >= max(size, 2):
+        if min(box[2:]) >= 2 * size:
             with contextlib.suppress(ValueError):  # which the whole decoding then explains
                 image, box = decode_half(data, header), tuple(value // 2 for value in box)
     if image is None:
@@ -246,10 +301,16 @@ def training_crop(
 def center_crop(data: np.ndarray, *, size: int, resize: int) -> Tensor:
     """The middle [3, size, size] uint8 of an image file's picture, scaled so that its shorter side is `resize` pixels; for evaluation.
 
+    Of a picture longer than four times its width, or wider than four times its height, the middle is cut out first: memory goes by `resize` alone.
+
     Raises:
         ValueError: as `decode`.
     """
-    return v2.center_crop_image(v2.resize_image(_as_batch(decode(data)), [resize], antialias=True), [size, size])[0]
+    image = decode(data)
+    for side, other in ((1, 2), (2, 1)):
+        if (over := image.shape[side] - _LONGEST * image.shape[other]) > 0:
+            image = image.narrow(side, over // 2, image.shape[side] - over // 2 * 2)  # as much off either end: the middle stays
+    return v2.center_crop_image(v2.resize_image(_as_batch(image), [resize], antialias=True), [size, size])[0]
 
 
 def image_facts(data: np.ndarray) -> tuple[int, int, str]:
@@ -258,10 +319,4 @@ def image_facts(data: np.ndarray) -> tuple[int, int, str]:
     Raises:
         ValueError: the bytes are no image of a known kind.
     """
-    try:
-        with Image.open(io.BytesIO(memoryview(data)), formats=_FORMATS) as image:
-            return image.height, image.width, image.format or ""
-    except Image.UnidentifiedImageError:
-        raise ValueError(_what_else(data)) from None
-    except Exception as error:
-        raise ValueError(f"the image cannot be read: {error or type(error).__name__}") from error
+    return _opened(data, lambda image: (image.height, image.width, image.format or ""), "the image cannot be read")

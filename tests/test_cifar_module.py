@@ -79,6 +79,13 @@ def test_filters_are_whitened_from_training_images_before_training_and_stay_as_t
     other = ImageDataModule(dataset="FASHION-MNIST", synthetic="host", synthetic_samples=64, micro_batch_size=8, validation_split=0)
     make_trainer(max_steps=3).fit(loaded, datamodule=other, ckpt_path=tmp_path / "run.ckpt")
     assert torch.equal(loaded.network.whiten.weight, expected.weight)
+    # So do loaded weights that are trained on, and what is fitted twice: all later layers have learned from these filters.
+    loaded = CIFARModule.load_from_checkpoint(tmp_path / "run.ckpt")
+    for again in (loaded, module):
+        make_trainer(max_steps=1).fit(again, datamodule=other)
+        assert torch.equal(again.network.whiten.weight, expected.weight)
+    fresh = CIFARModule(network="whitened", in_channels=1, image_size=28)
+    assert not fresh.network.whiten.fitted and not fresh.bfloat16().network.whiten.fitted and module.bfloat16().network.whiten.fitted
 
 
 def test_whitening_needs_a_data_module_that_shows_images():

@@ -100,6 +100,56 @@ def test_channels_are_standardised_by_training_volumes_once_and_the_checkpoint_k
         fit(module(standardise=True), DataLoader(data, batch_size=4))
 
 
+@pytest.mark.parametrize("constant", [0, 5])
+def test_volumes_without_any_deviation_are_trained_on_and_scored(constant):
+    counts = torch.full((4, 4, 32, 32, 32), constant, dtype=torch.int16)
+    counts[:, 1] = torch.arange(32, dtype=torch.int16)  # one channel has a deviation
+    data = TensorDataset(counts, torch.full((4, 4), 0.3))
+
+    class Data(pl.LightningDataModule):
+        def sample_counts(self):
+            return counts
+
+        def train_dataloader(self):
+            return DataLoader(data, batch_size=2)
+
+        val_dataloader = train_dataloader
+
+    one = module(standardise=True)
+    trainer = fit(one, Data())
+    assert all(value.isfinite().all() for value in weights(one).values()) and np.isfinite(float(trainer.callback_metrics["train_loss"]))
+    seen = one.transform(counts)
+    assert seen[:, [0, 2, 3]].abs().max() < 1e-5 and seen[:, 1].std().item() == pytest.approx(1, abs=1e-3)
+    assert one.transform.std[[0, 2, 3]].tolist() == [1, 1, 1]
+    (scores,) = make_trainer().validate(one, Data(), verbose=False)
+    assert np.isfinite(scores["val_mae"]) and np.isnan(scores["val_r2"])  # all targets are alike: nothing to explain
+
+
+def test_an_empty_universe_divided_by_its_mean_is_empty():
+    counts = torch.zeros(2, 4, 32, 32, 32, dtype=torch.int16)
+    counts[1] += 3
+    seen = module(apply_log=False).transform(counts)
+    assert (seen[0] == 0).all() and (seen[1] == 1).all()
+
+
+def test_every_parameter_of_a_subclass_is_trained():
+    class Scaled(CosmoFlowModule):
+        def __init__(self):
+            super().__init__(**SMALL, momentum=0.0, schedule="const", l2=0.01)
+            self.scale = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, counts):
+            return super().forward(counts) * self.scale
+
+    torch.manual_seed(0)
+    one, data = Scaled(), cubes(2)
+    with torch.no_grad():
+        outputs = one(data.tensors[0])
+    gradient = (2 * (outputs - data.tensors[1]) * outputs / outputs.numel()).sum(0)
+    fit(one, DataLoader(data, batch_size=2), max_steps=1)
+    torch.testing.assert_close(one.scale.detach(), 1 - 0.01 * gradient, rtol=0, atol=1e-6)
+
+
 def test_predictions_in_physical_units_need_the_spread():
     data = cubes(3)
     unit, physical = (module(predict_units=units, physical_spread=0.1).eval() for units in ("unit", "physical"))

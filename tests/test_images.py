@@ -1,5 +1,8 @@
 """Images from their bytes: the same pixels by either decoder, one rule for every kind of file, crops like torchvision's and Pillow's."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +110,54 @@ def test_what_is_no_image_says_why():
         decoded(whole[: len(whole) // 2])
 
 
+def png_chunk(kind: bytes, content: bytes, *, whole: bool = True) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content) ^ (not whole))
+
+
+def jpeg_segment(marker: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
+
+
+BROKEN_EXIF = b"\0\x08\0\x02\x01\x12\0\x03"  # no byte order, and cut off
+LARGE = zlib.compress(b"a" * 2_000_000)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        png_chunk(b"eXIf", BROKEN_EXIF),
+        png_chunk(b"zTXt", b"a\0\0" + LARGE),
+        png_chunk(b"iTXt", b"a\0\x01\0\0\0" + LARGE),
+        png_chunk(b"iCCP", b"a\0\0" + LARGE),
+        png_chunk(b"iCCP", b"a\0\0no profile"),
+        png_chunk(b"tEXt", b"a\0b", whole=False),
+        png_chunk(b"eXIf", BROKEN_EXIF, whole=False),
+        png_chunk(b"pHYs", b"short"),
+    ],
+    ids=["EXIF", "zTXt", "iTXt", "large profile", "no profile", "checksum of a text", "checksum of EXIF", "resolution"],
+)
+def test_metadata_never_decide_about_a_pngs_pixels(chunk):
+    plain = encoded(PICTURE, "PNG")
+    for at in (33, len(plain) - 12):  # before the pixels, and after
+        data = plain[:at] + chunk + plain[at:]
+        assert (decoded(data) == rgb(PICTURE)).all()
+        assert images.image_facts(np.frombuffer(data, np.uint8)) == (60, 80, "PNG")
+        with pytest.raises(ValueError, match="cannot be decoded"):  # nor do they save a file whose pixels are cut off
+            decoded(data[:33] + chunk + plain[33 : len(plain) // 2])
+    turned = with_orientation(PICTURE, 6, "PNG")
+    assert (decoded(turned[:33] + chunk + turned[33:]) == decoded(turned)).all() or chunk[4:8] == b"eXIf"  # a second one
+
+
+def test_metadata_never_decide_about_the_pixels_of_other_files():
+    segment = jpeg_segment(0xE1, b"Exif\0\0" + BROKEN_EXIF)
+    for picture in (PICTURE, PICTURE.convert("CMYK")):  # by torchvision, and by Pillow
+        plain = encoded(picture, "JPEG")
+        for extra in (segment, jpeg_segment(0xE2, b"ICC_PROFILE\0\x01\x09no profile"), jpeg_segment(0xED, b"Photoshop 3.0\x008BIM\xff")):
+            assert (decoded(plain[:2] + extra + plain[2:]) == decoded(plain)).all()
+    plain = encoded(PICTURE, "WEBP", lossless=True)
+    assert (decoded(encoded(PICTURE, "WEBP", lossless=True, exif=BROKEN_EXIF)) == decoded(plain)).all()
+
+
 def test_a_jpegs_header_is_read_past_whatever_stands_before_it():
     data = with_orientation(photo(5, height=30, width=50), 1)
     assert images.jpeg_header(np.frombuffer(data, np.uint8)) == (30, 50, 3, True)
@@ -144,6 +195,30 @@ def test_crops_are_pillows_within_rounding():
     assert abs(images.center_crop(data, size=64, resize=73).permute(1, 2, 0).numpy().astype(int) - rgb(evaluation)).max() <= 1
 
 
+@pytest.mark.parametrize(("height", "width"), [(1, 100), (1, 101), (3, 200), (200, 3), (5, 20), (20, 5), (1, 20_000), (20_001, 1)])
+def test_an_evaluation_cuts_a_long_picture_before_it_scales_it(height, width, monkeypatch):
+    generator = np.random.default_rng(1)
+    picture = Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
+    scaled, resize_image = [], images.v2.resize_image
+
+    def resize(image, *args, **options):
+        scaled.append(max(image.shape[2:]) / min(image.shape[2:]))
+        return resize_image(image, *args, **options)
+
+    monkeypatch.setattr(images.v2, "resize_image", resize)
+    ours = images.center_crop(np.frombuffer(encoded(picture, "PNG"), np.uint8), size=14, resize=16)
+    # The whole scaled by Pillow; of the longest, what is around the middle, which a filter of one pixel sees nothing beside.
+    long = max(height, width)
+    part = (
+        picture
+        if long < 1000
+        else picture.crop((long // 2 - 50, 0, (long + 1) // 2 + 50, 1) if height == 1 else (0, long // 2 - 50, 1, (long + 1) // 2 + 50))
+    )
+    theirs = v2.Compose([v2.Resize(16), v2.CenterCrop(14)])(part)
+    assert abs(ours.permute(1, 2, 0).numpy().astype(int) - rgb(theirs)).max() <= 1
+    assert max(scaled) <= 5
+
+
 def test_half_scale_shows_the_same_part_of_large_crops_and_leaves_small_ones_alone():
     pytest.importorskip("simplejpeg")
     decode_half, calls = images.half_scale_decoder(), []
@@ -157,9 +232,9 @@ def test_half_scale_shows_the_same_part_of_large_crops_and_leaves_small_ones_alo
     for _ in range(20):
         uniforms = torch.rand(images.UNIFORMS, generator=generator).tolist()
         calls.clear()
-        fast = images.training_crop(data, size=200, uniforms=uniforms, decode_half=counted).int()
-        full = images.training_crop(data, size=200, uniforms=uniforms).int()
-        large = min(images.random_crop_box(375, 501, uniforms)[2:]) >= 200
+        fast = images.training_crop(data, size=100, uniforms=uniforms, decode_half=counted).int()
+        full = images.training_crop(data, size=100, uniforms=uniforms).int()
+        large = min(images.random_crop_box(375, 501, uniforms)[2:]) >= 200  # its half has the 100 pixels that are needed: none is made up
         assert len(calls) == large
         difference = (fast - full).abs().float().mean()
         assert difference < 3 if large else difference == 0

@@ -79,6 +79,25 @@ def test_training_on_a_few_images_lowers_the_loss_it_logs():
     assert recorder.metrics[-1]["train_accuracy_step"] > recorder.metrics[0]["train_accuracy_step"]
 
 
+def test_every_parameter_of_a_subclass_is_trained_and_decays_as_the_networks_do():
+    class Heated(ResNetModule):
+        def __init__(self):
+            super().__init__(size="8", learning_rate=0.1, momentum=0.0, schedule="const", l2_regularization=0.1)
+            self.heat, self.matrix = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, images):
+            return super().forward(images) * self.heat + 0 * self.matrix.sum()
+
+    module, (images, labels) = Heated(), next(iter(loader(4)))
+    with torch.no_grad():
+        logits = ResNetModule.forward(module, images)
+        shares = (2 * logits).softmax(1) - F.one_hot(labels, 10)
+    gradient = float((shares * logits).sum() / 4)
+    stock_trainer(max_steps=1).fit(module, loader(4))
+    assert float(module.heat.detach()) == pytest.approx(2 - 0.1 * gradient, abs=1e-5)
+    assert module.matrix.detach().flatten().tolist() == pytest.approx([1 - 0.1 * 0.1] * 4)
+
+
 def test_label_smoothing_follows_its_formula_in_training_and_is_off_in_evaluation():
     module = ResNetModule(size="8", label_smoothing=0.3, momentum=0.0, learning_rate=1e-9)
     images, labels = next(iter(loader(4)))
