@@ -86,7 +86,7 @@ OPTIONS = (
     Option(name="--channels", group=_DATA, key="data.channels", type=positive(), default=4, help="redshifts that the network sees, of 0, 0.5, 1.5 and 3"),
     Option(name="--no-augmentation", group=_DATA, key="data.augment", sets=False, type=bool, help="do not turn and mirror training cubes"),
     Option(name="--on-bad-record", group=_DATA, key="data.on_bad_record", type=choice("raise", "skip"), shown="raise", help="end with file, record and byte; or read all before the run and leave out what is bad"),
-    Option(name="--cache-gb", group=_DATA, key="data.cache_gb", type=positive(float, zero=True), metavar="X", shown="what packed files need, up to half of what is free", help="memory for cubes that were read"),
+    Option(name="--cache-gb", group=_DATA, key="data.cache_gb", type=positive(float, zero=True), metavar="X", shown="what packed files need, up to half of what is free", help="memory for cubes that were read, of all processes on this machine"),
     Option(name="--num-workers", group=_DATA, key="data.num_workers", type=positive(zero=True), default=0, help="loader processes"),
     Option(name="--staged-files", group=_DATA, type=_FLAG, shown="0", help="1, files of its own for each node, is refused: every process must see them all"),
     *SIMULATION_OPTIONS,

@@ -389,8 +389,8 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         augment: turn and mirror every training cube into one of its 48 symmetric forms, another in each epoch.
         validation_split: share of the universes to hold out where files lie in one folder; null is 0.1.
         on_bad_record: raise ends the run with the file, record and byte; skip reads everything once before the run and leaves out what is bad.
-        cache_gb: memory in GB in which cubes are kept as int16 once they were read; null is what packed files need, up to half of what is free.
-            Files that are not packed are in the system's own cache.
+        cache_gb: memory in GB in which cubes are kept as int16 once they were read, for all parts and all of this machine's processes together;
+            null is what packed files need, up to half of what is free. Files that are not packed are in the system's own cache.
         cells: voxels along each side of the simulated box, which is cut into cubes; null is `sample_size`.
         voxel_size: side of a simulated voxel in Mpc/h where H_0 = 70; null is 4.
         oversample: particles along each side of a simulated voxel; null is 2.
@@ -604,20 +604,25 @@ class CosmoFlowDataModule(pl.LightningDataModule):
                     option = "n_train" if training else "n_valid"
                     raise ValueError(f"{option}={wanted}, but {self.data_dir} has {len(rows):,} {split} cubes")
                 rows = rows[np.linspace(0, len(rows) - 1, wanted).round().astype(np.int64)]  # from all universes alike
-        nbytes = self.input_size**3 * CHANNELS * 2
-        cache = CubeCache(capacity=self._cache_capacity(records, len(rows), nbytes), nbytes=nbytes)
-        return CubeDataset(
-            records=records,
-            rows=rows,
-            size=self.input_size,
-            channels=self.in_channels,
-            augment=self.augment and training,
-            cache=cache if cache.capacity else None,
-        )
+        return CubeDataset(records=records, rows=rows, size=self.input_size, channels=self.in_channels, augment=self.augment and training)
 
-    def _cache_capacity(self, records: TFRecords, cubes: int, nbytes: int) -> int:
-        limit = self.cache_gb * 1e9 if self.cache_gb is not None else (_free_memory() / 2 if records.packed else 0)
-        return min(cubes, int(limit // (nbytes + 16)))
+    @cached_property
+    def _cache_left(self) -> list[float]:
+        """Bytes for cubes that no part has taken yet (one number): a share of the machine's for each of its processes.
+
+        It is settled when the first loader is made: how many processes there are is known then.
+        """
+        processes = 1 if self.trainer is None else max(1, self.trainer.world_size // self.trainer.num_nodes)
+        return [(machine.free_memory() / 2 if self.cache_gb is None else self.cache_gb * 1e9) / processes]
+
+    def _let_keep(self, part: CubeDataset) -> None:
+        """Give a part a cache for the cubes that there is memory for, once; what is not packed needs none unless it is asked for."""
+        if part.cache is not None or self.cache_gb is None and not part.records.packed:
+            return
+        nbytes = self.input_size**3 * CHANNELS * 2
+        capacity = min(len(part), int(self._cache_left[0] // (nbytes + 16)))
+        self._cache_left[0] -= capacity * (nbytes + 16)
+        part.cache = CubeCache(capacity=capacity, nbytes=nbytes) if capacity else None
 
     # -- files from elsewhere
 
@@ -711,6 +716,8 @@ class CosmoFlowDataModule(pl.LightningDataModule):
     def _loader(self, part: Dataset | None, *, batch_size: int, shuffle: bool = False) -> DataLoader | list:
         if part is None:
             return []
+        if isinstance(part, CubeDataset):
+            self._let_keep(part)
         workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
         return DataLoader(part, batch_size=batch_size, shuffle=shuffle, pin_memory=torch.cuda.is_available(), **workers)
 
@@ -736,7 +743,7 @@ class _Batches(Dataset):
 
 def reading_rates(data: CosmoFlowDataModule, *, epochs: int) -> Iterator[tuple[float, float]]:
     """Read the training set in a random order and do nothing else: (GB/s of counts, samples/s) of each epoch."""
-    part, size = data.part("train"), data.micro_batch_size
+    part, size = data.train_dataloader().dataset, data.micro_batch_size
     for epoch in range(epochs):
         order = torch.randperm(len(part), generator=torch.Generator().manual_seed(epoch)).tolist()
         batches = [order[start : start + size] for start in range(0, len(order), size)]
@@ -755,12 +762,3 @@ def _spread_of(folder: Path) -> float | None:
         return json.loads((folder / SETTINGS).read_text())["spread"]
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _free_memory() -> int:
-    """Bytes that this process may still take without harm to others."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    except (OSError, StopIteration):
-        return 0

@@ -15,7 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["bound_spinning", "keep_freed_memory", "load", "own_cores", "set_threads", "share_of_cores", "started_rank", "usable_cores"]
+__all__ = [
+    "bound_spinning",
+    "free_memory",
+    "keep_freed_memory",
+    "load",
+    "own_cores",
+    "set_threads",
+    "share_of_cores",
+    "started_rank",
+    "usable_cores",
+]
 
 LAUNCHED_BY_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
 GRACE = 10.0  # seconds in which the first process, or one that lost another, may still say what happened, before the others are ended
@@ -179,26 +189,52 @@ def load(module: str) -> None:
                 gc.enable()
 
 
+def free_memory(*, root: str | Path = "/") -> int:
+    """Bytes that may still be taken: what the system has available, within the control group's limits; 0 where neither is known.
+
+    ``root`` as in :func:`usable_cores`. File contents that a control group keeps but can give up count as free, as they do in the system's figure.
+    """
+    root = Path(root)
+    free = []
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free.append(int(line.split()[1]) * 1024)
+    for version, group in _control_groups(root, "memory"):
+        v1 = version == 1
+        used, kept = _read(group / ("memory.usage_in_bytes" if v1 else "memory.current")), 0
+        for line in _read(group / "memory.stat").splitlines():
+            if line.startswith("total_inactive_file " if v1 else "inactive_file "):
+                kept = int(line.split()[1])
+        for name in ("memory.limit_in_bytes",) if v1 else ("memory.max", "memory.high"):
+            if (limit := _read(group / name)).isdigit() and used.isdigit():
+                free.append(int(limit) - int(used) + kept)
+    return max(0, min(free, default=0))
+
+
 def _cgroup_quota(root: Path) -> float | None:
     """Cores' worth of time that the control group grants (version 2 or 1, the tightest of all levels above), None without a limit."""
-    quotas = []
+    quotas = [(_quota_of_version_1 if version == 1 else _quota_of_version_2)(group) for version, group in _control_groups(root, "cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """The control groups that this process is in for a controller, with their version: its own and all those above."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, limit = root / "sys/fs/cgroup", _quota_of_version_2
-        elif "cpu" in controllers.split(","):
-            mount, limit = root / "sys/fs/cgroup" / controllers, _quota_of_version_1
+            version, mount = 2, root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup" / controllers
             if not mount.is_dir():
-                mount = root / "sys/fs/cgroup/cpu"
+                mount = root / "sys/fs/cgroup" / controller
         else:
             continue
         group = mount / path.lstrip("/")
         # Inside a container the path may be the host's: then only the mount itself is there, and it is the container's own group.
         for level in (group, *group.parents):
-            quotas.append(limit(level))
+            yield version, level
             if level == mount:
                 break
-    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_of_version_2(group: Path) -> float | None:

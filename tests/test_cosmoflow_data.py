@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from cosmoflow_ipu.data import (
 )
 from cosmoflow_ipu.module import CosmoFlowModule
 from cosmoflow_ipu.universe import Universes
+from lightning_ipu import machine
 from lightning_ipu.tfrecord import TFRecordError, TFRecords, encode_example, write_tfrecord
 
 TINY = {"sample_size": 8, "voxel_size": 8.0, "oversample": 1, "n_train": 6, "n_valid": 3}
@@ -262,6 +264,24 @@ def test_seven_cubes_are_validated_once_each_whatever_the_plan_and_training_anno
     assert len(module.trained) == 8
 
 
+@pytest.mark.parametrize(("processes", "nodes"), [(1, 1), (2, 1), (6, 3)])
+def test_all_parts_and_processes_of_a_machine_together_keep_at_most_half_of_what_is_free(tmp_path, monkeypatch, processes, nodes):
+    cube = 512 + 16
+    write_split(tmp_path / "train", {f"{name}_000": [1] for name in "abcdefgh"}, pack=True)
+    write_split(tmp_path / "validation", {f"{name}_000": [1] for name in "ijkl"}, pack=True)
+    for options in ({}, {"cache_gb": 10 * cube / 1e9}):
+        monkeypatch.setattr(machine, "free_memory", lambda: 20 * cube)
+        data = files_module(tmp_path, **options)
+        assert data.num_train_samples == 8  # looked through before the run, when nobody knows the processes
+        data.trainer = SimpleNamespace(world_size=processes, num_nodes=nodes, state=SimpleNamespace(fn="fit"))
+        taken = [data.val_dataloader().dataset.cache, data.train_dataloader().dataset.cache]
+        monkeypatch.setattr(machine, "free_memory", lambda: 1000 * cube)  # some of it was asked for once
+        taken.append(data.train_dataloader().dataset.cache)
+        assert taken[1] is taken[2]
+        here = 10 // (processes // nodes)
+        assert [cache.capacity for cache in taken[:2] if cache is not None] == ([4, 6] if here == 10 else [4, 1])
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_one_file_serves_more_readers_than_it_has_records(tmp_path, pack):
     write_split(tmp_path / "train", {"a": [1, 2, 3, 4, 5, 6, 7, 8]}, pack=pack)
@@ -281,9 +301,10 @@ def test_workers_and_cache_change_no_bit_of_a_run(folder):
 
 
 def test_cubes_are_kept_as_int16_up_to_the_limit_and_then_not_read_again(folder):
-    assert files_module(folder, cache_gb=0).part("train").cache is None
+    assert files_module(folder, cache_gb=0).train_dataloader().dataset.cache is None
+    assert files_module(folder).train_dataloader().dataset.cache is None  # the system keeps what is not packed
     data = files_module(folder, cache_gb=10 * (512 + 16) / 1e9)
-    part = data.part("train")
+    part = data.train_dataloader().dataset
     assert part.cache.capacity == 10 and part.cache.nbytes == 512
     first = part.seeded_batch(list(range(12)), seed=0, epoch=0)
     for path in (folder / "train").iterdir():
@@ -297,9 +318,9 @@ def test_cubes_are_kept_as_int16_up_to_the_limit_and_then_not_read_again(folder)
 def test_packed_files_are_cached_by_themselves_and_workers_share_the_cache(tmp_path):
     write_split(tmp_path / "train", {"a_000": [1], "b_000": [2]}, pack=True)
     data = files_module(tmp_path, num_workers=2, micro_batch_size=1)
-    part = data.part("train")
-    assert part.cache.capacity == 1 and data.part("validation").cache.capacity == 1
-    list(data.train_dataloader())
+    loader, part = data.train_dataloader(), data.part("train")
+    assert part.cache.capacity == 1 and data.val_dataloader().dataset.cache.capacity == 1
+    list(loader)
     assert part.cache.get(0, np.empty(512, np.uint8)) is not None  # filled by a worker, seen here
 
 

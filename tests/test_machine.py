@@ -79,6 +79,49 @@ def test_a_process_keeps_to_its_cores_unless_it_was_given_others_or_has_too_many
     assert done.stdout.splitlines() == [str(frozenset(mine)), str(frozenset(after))]
 
 
+MIB = 1 << 20
+V1, V2 = "sys/fs/cgroup/memory/job/memory.", "sys/fs/cgroup/jobs/one/memory."
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 0),
+        ({"proc/meminfo": "MemTotal: 9999 kB\nMemAvailable:    2048 kB\n"}, 2 * MIB),
+        ({"proc/self/cgroup": "0::/jobs/one\n", V2 + "max": "max\n", V2 + "current": f"{9 * MIB}\n"}, 64 * MIB),
+        ({"proc/self/cgroup": "0::/jobs/one\n", V2 + "max": f"{20 * MIB}\n", V2 + "current": f"{9 * MIB}\n"}, 11 * MIB),
+        (
+            {  # what it keeps of files can be given up
+                "proc/self/cgroup": "0::/jobs/one\n",
+                V2 + "max": f"{20 * MIB}\n",
+                V2 + "high": f"{15 * MIB}\n",
+                V2 + "current": f"{9 * MIB}\n",
+                V2 + "stat": f"anon 1\nfile 2\ninactive_file {4 * MIB}\nactive_file 5\n",
+            },
+            10 * MIB,
+        ),
+        (  # of the level above; and more in use than is allowed
+            {"proc/self/cgroup": "0::/jobs/one\n", "sys/fs/cgroup/memory.max": f"{MIB}\n", "sys/fs/cgroup/memory.current": f"{2 * MIB}\n"},
+            0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu:/x\n9:memory:/job\n",
+                V1 + "limit_in_bytes": f"{30 * MIB}\n",
+                V1 + "usage_in_bytes": f"{10 * MIB}\n",
+                V1 + "stat": f"inactive_file 7\ntotal_inactive_file {3 * MIB}\n",
+            },
+            23 * MIB,
+        ),
+        ({"proc/self/cgroup": "9:memory:/job\n", V1 + "limit_in_bytes": "9223372036854771712\n", V1 + "usage_in_bytes": "5\n"}, 64 * MIB),
+    ],
+)
+def test_free_memory_is_what_the_system_and_the_control_groups_leave(tmp_path, files, free):
+    available = {"proc/meminfo": f"MemTotal: 99999 kB\nMemAvailable: {64 * 1024} kB\n"} if "proc/self/cgroup" in files else {}
+    assert machine.free_memory(root=_tree(tmp_path, available | files)) == free
+    assert 0 < machine.free_memory() < 1 << 60  # of this machine
+
+
 @pytest.mark.parametrize(
     ("files", "quota"),
     [
