@@ -167,6 +167,7 @@ def settle(given: dict[str, Any]) -> list[str]:
         if "learning_rate" not in given and settings["model.optimizer"] == "sgd":  # the recipes' rates are for their own batches
             settings["model.learning_rate"] *= samples / BATCH_SIZES[given.get("recipe", "original")][network]
         settings["seed_everything"] = settings["data.seed"] = given.get("seed", 0)
+        settings |= {"then_validate": True, "then_test": "train_only" not in given}
     if "generated_data" in given:
         if given.get("dataset") == "SAMPLE":
             raise UsageError("--generated-data and --dataset SAMPLE exclude each other: the sample is real images")
@@ -266,7 +267,7 @@ def _split_at(given: dict[str, Any], *, network: str) -> list[str] | None:
 # -- what needs torch ---------------------------------------------------------------------------------------------------------
 
 
-def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
+def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
     if "profile" in given:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library talks to standard error
@@ -283,13 +284,13 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         links=[("num_classes", "num_classes"), ("in_channels", "in_channels"), ("image_size", "image_size")],
         facts=_facts,
         epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (epochs, None),
-        note=lambda data: data.caveat,
+        note=lambda line: line.datamodule.caveat,
     )
     if "test_only" in given:
         arguments = ["test", *arguments[1:]]
         if idle := [option.name for option in OPTIONS if option.dest in given and option.dest not in _OF_A_TEST]:
             print(f"cifar_ipu: --test-only scores a checkpoint as it was trained; of no effect beside it: {', '.join(idle)}")
-    return run_command(command, arguments, validate=short, test=short and "train_only" not in given)
+    return run_command(command, arguments)
 
 
 def _facts(line: CommandLine) -> list[tuple[str, str]]:

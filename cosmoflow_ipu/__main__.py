@@ -20,7 +20,6 @@ from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 from lightning_ipu.words import value_of  # noqa: E402
 
 if TYPE_CHECKING:
-    from cosmoflow_ipu.data import CosmoFlowDataModule
     from lightning_ipu.run import CommandLine
 
 NETWORKS = ("cosmoflow", "cosmoflow-mlperf", "cosmoflow-v1", "resnet")
@@ -107,7 +106,7 @@ OPTIONS = (
     Option(name="--n-epochs", group=_TRAINING, key="trainer.max_epochs", type=positive(), aliases=("--epochs",), shown=str(EPOCHS), help="passes over the training set"),
     Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),
     Option(name="--stop-at-mae", group=_TRAINING, type=positive(float), metavar="X", help="end when the validation's mean absolute error is at most X; the benchmark's: 0.124"),
-    Option(name="--test", group=_TRAINING, type=bool, help="score universes of a test set as well, at the end"),
+    Option(name="--test", group=_TRAINING, key="then_test", type=bool, help="score universes of a test set as well, at the end"),
     #
     Option(name="--processes", group=_RUN, key="trainer.devices", type=positive(), shown="1, or torchrun's", help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages"),
     *cli.MACHINE_OPTIONS,
@@ -150,7 +149,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     configured = "config" in given
     config = [f"--config={_find_config(given['config'])}"] if configured else []
     options = [option for option in OPTIONS if option.dest in given] if configured else OPTIONS
-    settings = cli.settings_of(given, options)
+    settings = cli.settings_of(given, options) | {"then_validate": True}
     _settle_plan(given, settings, configured=configured)
     _settle_data(given, settings, configured=configured)
     if "lr" not in given and ("optimizer" in given or not configured):
@@ -240,7 +239,7 @@ def _find_config(name: str) -> Path:
 # -- what needs torch ---------------------------------------------------------------------------------------------------------
 
 
-def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
+def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
     from cosmoflow_ipu.data import CosmoFlowDataModule
     from cosmoflow_ipu.module import CosmoFlowModule
@@ -253,17 +252,14 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         links=[("input_size", "input_size"), ("in_channels", "in_channels"), ("physical_spread", "physical_spread")],
         facts=_facts,
         epochs=lambda data: (EPOCHS, None),
-        note=lambda data: _note(data, fom="print_fom" in given),
+        note=_note,
+        defaults={"model.report": True, "checkpoint.monitor": "val_mae", "checkpoint.mode": "min"},
     )
-    subcommand, *rest = arguments
-    # This command's own defaults, before anything that a person says.
-    defaults = ["--model.report=true", "--checkpoint.monitor=val_mae", "--checkpoint.mode=min"]
-    arguments = [subcommand, *defaults, *rest]
     if "data_benchmark" in given:
         from cosmoflow_ipu.throughput import DataBenchmark
 
         return run_command(command, arguments, line=DataBenchmark)
-    return run_command(command, arguments, validate=short, test="test" in given)
+    return run_command(command, arguments)
 
 
 def _facts(line: CommandLine) -> list[tuple[str, str]]:
@@ -274,11 +270,11 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
     return [("network", f"{options.network}, of {seen}"), ("data", data.description), ("samples", samples), *line.machine_facts()]
 
 
-def _note(data: CosmoFlowDataModule, *, fom: bool) -> str | None:
+def _note(line: CommandLine) -> str | None:
     """The closing line: errors of the last evaluation, and what they are not."""
     from cosmoflow_ipu.module import MIDDLE, mae_line
 
-    reported = data.trainer.lightning_module.reported
+    data, reported = line.datamodule, line.model.reported
     names = {"val": "", "test": "test "}
     lines = []
     for prefix, scores in reported.items():
@@ -287,7 +283,7 @@ def _note(data: CosmoFlowDataModule, *, fom: bool) -> str | None:
             lines.append(
                 f"That is no better than a constant: the middle of each range gets {scores[MIDDLE]:.4f}. Train for longer, or on more universes."
             )
-    if fom and "val" in reported:
+    if line.short_options.get("print_fom") and "val" in reported:
         lines.append(f"FoM: {reported['val']['val_mae']:.6f}")
     if data.dataset_name == "dummy":
         lines.append("These figures are of one random cube over and over: they tell the speed, and nothing was learned.")

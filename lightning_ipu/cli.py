@@ -498,15 +498,14 @@ def main(
     Args:
         arguments: the words after the command's name.
         settle: turns the given options into the arguments of LightningCLI's ``fit``; raises UsageError.
-        start: runs LightningCLI with such arguments; ``short`` tells it which form they came from, ``given`` the options that
-            were given in the short one. All that imports torch happens in there.
+        start: runs LightningCLI with such arguments; ``given`` are the options that were given in the short form. All that imports torch happens in there.
         folder: where the command's named configurations lie.
         reads_config: whether an option --config names short options in a file; else it is left to ``settle``.
     """
     try:
         if arguments and arguments[0] in SUBCOMMANDS:
             lightning = [arguments[0], *arranged(arguments[1:], folder=folder, prog=parser.prog)]
-            form = {"short": False, "given": {}}
+            given: dict[str, Any] = {}
         else:
             given = parse(arguments, parser=parser, options=options)
             if reads_config and "config" in given:
@@ -518,13 +517,13 @@ def main(
             flags = {option.dest for option in options if option.type is bool and not option.default}
             given = {name: value for name, value in given.items() if value or name not in flags}
             settled = [*settle(given), *lightning_arguments({"short_options": kept})]
-            lightning, form = ["fit" if given.get("training", True) else "validate", *settled], {"short": True, "given": given}
+            lightning = ["fit" if given.get("training", True) else "validate", *settled]
     except (UsageError, configs.ConfigError) as error:
         report(str(error), prog=parser.prog)
         return 2
     try:
         machine.bound_spinning()
         machine.load("lightning_ipu.run")
-        return start(lightning, **form)
+        return start(lightning, given=given)
     except KeyboardInterrupt:  # while torch was being loaded; later on a handler of signals takes over
         return 130

@@ -12,8 +12,8 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ class Command:
         facts: rows for the table at the start, as (name, value); the first says which network it is.
         epochs: how many to train where nothing says how many, and why, in words, where that is worth a line.
         note: a line to end with that must not be missed, None without one.
+        defaults: of LightningCLI's keys, where they are not those of all commands.
     """
 
     prog: str
@@ -68,16 +69,14 @@ class Command:
     links: Sequence[tuple[str, str]]
     facts: Callable[[CommandLine], list[tuple[str, str]]]
     epochs: Callable[[pl.LightningDataModule], tuple[int, str | None]]
-    note: Callable[[pl.LightningDataModule], str | None]
+    note: Callable[[CommandLine], str | None]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_command(
-    command: Command, arguments: Sequence[str], *, validate: bool = False, test: bool = False, line: type[CommandLine] | None = None
-) -> int:
+def run_command(command: Command, arguments: Sequence[str], *, line: type[CommandLine] | None = None) -> int:
     """Run LightningCLI arguments under ``command``; returns the exit status.
 
-    ``validate`` and ``test`` say what is to follow ``fit``: a validation of the final weights unless ``fit`` has ended with one, and a
-    pass over the test set; ``line`` is a class that does something else with what it builds. What a person can put right (a setting, a
+    ``line`` is a class that does something else with what it builds. What a person can put right (a setting, a
     file) ends in one line, with status 2 before the run has begun and 1 after; faults of the program keep their traceback.
     """
     rank_zero_only.rank = machine.started_rank()  # until the Trainer knows: Lightning takes leftovers in the environment for it
@@ -86,7 +85,7 @@ def run_command(
     signals.install()
     signals.listen()
     try:
-        (line or CommandLine)(command, list(arguments), signals=signals, validate=validate, test=test)
+        (line or CommandLine)(command, list(arguments), signals=signals)
     except Exception as error:
         if not _is_meant_for_people(error):
             raise
@@ -105,9 +104,8 @@ class CommandLine(LightningCLI):
 
     trains = True  # whether fit writes into the output directory
 
-    def __init__(self, command: Command, arguments: list[str], *, signals: SignalHandler, validate: bool, test: bool) -> None:
+    def __init__(self, command: Command, arguments: list[str], *, signals: SignalHandler) -> None:
         self.command, self.signals = command, signals
-        self.then_validate, self.then_test = validate, test
         self.output: OutputDirectory | None = None
         self.display: RunDisplay | None = None
         self.resumed: dict[str, Any] | None = None  # the checkpoint that a fit goes on from
@@ -157,6 +155,13 @@ class CommandLine(LightningCLI):
         )
         parser.add_argument("--keep_last", type=PositiveInt, default=1, help="latest checkpoints that are kept")
         parser.add_argument(
+            "--then_validate",
+            type=bool,
+            default=False,
+            help="when fit has ended, score the final weights unless it ended with that, and the checkpoints made per epoch",
+        )
+        parser.add_argument("--then_test", type=bool, default=False, help="when fit has ended, score the test set")
+        parser.add_argument(
             "--short_options",
             type=dict | None,
             default=None,
@@ -195,6 +200,7 @@ class CommandLine(LightningCLI):
                 "checkpoint.filename": "best-update{step}",
                 "checkpoint.auto_insert_metric_name": False,
                 "checkpoint.enable_version_counter": False,  # a resumed run writes the same file again
+                **self.command.defaults,
             }
         )
 
@@ -232,7 +238,7 @@ class CommandLine(LightningCLI):
         config = self.config[self.config.subcommand]
         config.ckpt_path, config.resume = None, False  # of this start, not of the run
         changing = [word for word in args if word.startswith("--") and not word.startswith(OF_A_REPLAY)]
-        if changing and not self.then_validate:
+        if changing and not any(word.startswith("--short_options") for word in changing):
             config.short_options = None  # they were another run's
 
     def _compare_settings(self, checkpoint: dict[str, Any]) -> None:
@@ -438,6 +444,11 @@ class CommandLine(LightningCLI):
         devices = max(1, int(trainer.devices)) if str(trainer.devices).isdigit() else 1  # 0 is for the Trainer to refuse
         return devices if on_this_machine else devices * trainer.num_nodes
 
+    @property
+    def short_options(self) -> dict[str, Any]:
+        """The short options that the run was started with, also where its configuration is replayed."""
+        return self.config[self.subcommand].short_options or {}
+
     def machine_facts(self) -> list[tuple[str, str]]:
         """Rows for the table: the device and the precision."""
         if self.accelerator == "cpu":
@@ -472,7 +483,7 @@ class CommandLine(LightningCLI):
             return
         final = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         validated = self.display is not None and self.display.validated_at == self.trainer.global_step
-        validates = self.then_validate and self.trainer.limit_val_batches != 0
+        validates = self.config.fit.then_validate and self.trainer.limit_val_batches != 0
         scored_below = validates and not self.config.fit.checkpoint_input_dir and self.trainer.global_step in self._made_per_epoch()
         if scored_below or not self.trainer.strategy.broadcast(validated):
             final.pop(VAL_LOSS, None), final.pop(VAL_ACCURACY, None)
@@ -482,7 +493,7 @@ class CommandLine(LightningCLI):
         self._close(
             closing_lines(throughput=self.display and self.display.throughput, accuracy=final.get(VAL_ACCURACY), loss=final.get(VAL_LOSS))
         )
-        if self.then_test:
+        if self.config.fit.then_test:
             scores = self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)[0]
             lines = closing_lines(accuracy=scores.get("test_accuracy"), loss=scores.get("test_loss"))
             self._close([f"test {line}" for line in lines])
@@ -491,7 +502,7 @@ class CommandLine(LightningCLI):
             if scored_below:
                 self._close(closing_lines(accuracy=rows[-1].get(VAL_ACCURACY), loss=rows[-1].get(VAL_LOSS)))
         self._close(self._places())
-        if note := self.command.note(self.datamodule):
+        if note := self.command.note(self):
             self._close([note])
 
     def _places(self) -> list[str]:
@@ -574,7 +585,7 @@ class CommandLine(LightningCLI):
             warnings.warn(f"{self.subcommand} without --ckpt_path: the weights are RANDOM, not trained", stacklevel=2)
 
     def _close_evaluation(self, lines: list[str]) -> None:
-        note = self.command.note(self.datamodule)
+        note = self.command.note(self)
         weights = [f"weights: {self.averaged}"] if self.averaged else []
         self._close([*weights, *lines, *([note] if note else [])])
 

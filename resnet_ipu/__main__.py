@@ -9,7 +9,6 @@ LIGHT_START = True  # `import lightning_ipu` leaves torch alone when the main mo
 
 import sys  # noqa: E402
 from argparse import ArgumentTypeError  # noqa: E402
-from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
@@ -675,7 +674,7 @@ OPTIONS = (
         help="validations per epoch while training: a number, or a fraction such as 1/2, after every second one",
         aliases=("--validations-per-epoch",),
     ),
-    Option(name="--test", group=_TRAINING, type=bool, help="score the test set as well, at the end"),
+    Option(name="--test", group=_TRAINING, key="then_test", type=bool, help="score the test set as well, at the end"),
     Option(
         name="--data-benchmark",
         group=_TRAINING,
@@ -811,6 +810,8 @@ def settle(given: dict[str, Any]) -> list[str]:
     if "ema" in given:
         average = {"class_path": "lightning_ipu.averaging.AveragedWeights", "init_args": {"decay": given["ema"]}}
         settings.setdefault("trainer.callbacks", []).append(average)
+    if given.get("training", True):
+        settings["then_validate"] = True
     if "seed" in given or not of_checkpoints:
         settings["seed_everything"] = given.get("seed", 0)
     if "max_steps" in given and "epochs" not in given:
@@ -1008,7 +1009,7 @@ def _divisors(number: int) -> str:
 # -- what needs torch ---------------------------------------------------------------------------------------------------------
 
 
-def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
+def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
     from cifar_ipu.data import ImageDataModule
     from lightning_ipu.run import Command, run_command
@@ -1025,9 +1026,9 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         model_class=ResNetModule,
         datamodule_class=ImageNetDataModule if imagenet else ImageDataModule,
         links=[("num_classes", "num_classes"), ("in_channels", "in_channels"), ("image_size", "image_size")],
-        facts=partial(_facts, given=given),
+        facts=_facts,
         epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (EPOCHS, None),
-        note=lambda data: data.caveat,
+        note=lambda line: line.datamodule.caveat,
     )
     if given.get("dataset") == "IMAGENET" and "synthetic_data" in given and "image_size" not in given:
         import torch
@@ -1040,7 +1041,7 @@ def start(arguments: list[str], *, short: bool, given: dict[str, Any]) -> int:
         from resnet_ipu.throughput import DataBenchmark
 
         return run_command(command, arguments, line=DataBenchmark)
-    return run_command(command, arguments, validate=short, test="test" in given)
+    return run_command(command, arguments)
 
 
 def _is_imagenet(arguments: list[str]) -> bool:
@@ -1071,9 +1072,9 @@ def _is_imagenet(arguments: list[str]) -> bool:
     return str(said or "").upper() == "IMAGENET"  # in the wrong case it is told so
 
 
-def _facts(line: CommandLine, *, given: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(line: CommandLine) -> list[tuple[str, str]]:
     """Rows for the table: network, data, device, precision, and what options were carried out as or have no effect."""
-    data, size = line.datamodule, line.model.hparams.size
+    data, size, given = line.datamodule, line.model.hparams.size, line.short_options
     network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else size if size in TOY_MODELS else f"ResNet-{size}"
     if data.dataset_name == "IMAGENET":
         images, classes = data.summary(line.subcommand), [("classes", data.class_summary)]

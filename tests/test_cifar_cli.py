@@ -227,6 +227,10 @@ def test_a_fraction_of_an_epoch_is_so_many_weight_updates_and_the_test_set_is_sc
     assert "of no effect beside it: --epochs, --learning-rate" in output and "epoch 1" not in output
     assert Path("results/metrics.csv").read_text().count("\n") == len(rows) + 1
 
+    # A replay scores the test set at its end as well.
+    status, output, errors = run("fit --config results/config.yaml --trainer.default_root_dir again")
+    assert status == 0 and score_of(output) == (accuracy, loss), errors
+
     # The configuration holds what the fraction came to, and the network's score without a checkpoint is called random.
     config = yaml.safe_load(Path("results/config.yaml").read_text())
     assert (config["epochs"], config["trainer"]["max_steps"]) == (None, 9)

@@ -242,7 +242,8 @@ def test_a_short_run_trains_validates_and_its_config_replays_it(run):
     assert status == 0
     assert re.search(r"^│ epochs +1, chosen for the embedded sample", output, re.M)
     closing = re.search(
-        r"\nthroughput: \d+\.\d samples/sec\naccuracy: (\d+\.\d\d) %\nloss: (\d\.\d{4})\nThese figures are from the embedded", output
+        r"\nthroughput: \d+\.\d samples/sec\naccuracy: (\d+\.\d\d) %\nloss: (\d\.\d{4})\nresults in results: .*\nThese figures are from the embedded",
+        output,
     )
     assert closing and "Traceback" not in errors and "Tip" not in errors and "GPU" not in errors
     assert files(".") == {f"results/{name}" for name in ("config.yaml", "metrics.csv", ".lock", "checkpoints/last.ckpt")} | {

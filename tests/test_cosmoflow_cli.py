@@ -172,6 +172,7 @@ def test_a_run_simulates_trains_reports_and_is_replayed_validated_and_predicted_
     first = torch.load("results/checkpoints/last.ckpt")["state_dict"]
     status, output, errors = run("fit", "--config", "results/config.yaml", "--trainer.default_root_dir", "again")
     assert status == 0 and "simulating" not in output, errors
+    assert scores[0] in output and fom[0] in output and "test loss: " in output
     second = torch.load("again/checkpoints/last.ckpt")["state_dict"]
     assert all(torch.equal(first[name], second[name]) for name in first)
     status, output, errors = run("validate", "--ckpt_path", "results/checkpoints/last.ckpt")

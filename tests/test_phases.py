@@ -128,6 +128,19 @@ def test_checkpoints_of_a_run_are_scored_at_its_end_and_again_from_their_directo
     assert [row["val_loss"] for row in rows("results/metrics.csv") if row["val_loss"]] == [scores[-1]["val_loss"]]
     tested = re.search(r"test accuracy: .*\ntest loss: .*\n", output)[0]
 
+    # The same run again is the same run, all of its phases: the table and its file, the last row, the test.
+    status, replay, errors = run("fit", "--config", "results/config.yaml", "--trainer.default_root_dir", "replays")
+    assert status == 0, errors
+    said = [
+        [line for line in re.sub(r"replays|results", "DIR", text).splitlines() if re.match("accuracy|loss|test|the same|[│┃]", line)]
+        for text in (output, replay)
+    ]
+    assert said[0] == said[1] and len(said[0]) > 10
+    for name in ("metrics.csv", "validation.csv"):
+        assert Path("replays", name).read_text() == Path("results", name).read_text()
+    again = Path("replays/config.yaml").read_text().replace("default_root_dir: replays", "default_root_dir: results")
+    assert again == Path("results/config.yaml").read_text()
+
     Path("copies").mkdir()
     for name, source in (("a.ckpt", "update20"), ("b.ckpt", "update8"), ("last.ckpt", "last")):
         Path("copies", name).write_bytes(Path(f"results/checkpoints/{source}.ckpt").read_bytes())
