@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_ipu.plan import PlanError
-from lightning_ipu.record import MakeContext, Record, Untraceable, Uses, borrowed, example, flatten, unflatten
+from lightning_ipu.record import MakeContext, Record, Untraceable, Uses, borrowed, called_as_a_whole, example, flatten, unflatten
 
 # ---- Names -------------------------------------------------------------------------------------------------------------------
 
@@ -504,8 +504,7 @@ def _deep_record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     whole: set[type] = {nn.MultiheadAttention}
 
     def goes_into(name: str, child: nn.Module) -> bool:
-        hooked = child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or "forward" in vars(child)
-        return next(child.children(), None) is not None and type(child) not in whole and not hooked
+        return next(child.children(), None) is not None and type(child) not in whole and not called_as_a_whole(child)
 
     while True:
         try:

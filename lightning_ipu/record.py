@@ -31,6 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import drawn_between, host_streams, preserved_streams
 from lightning_ipu.stage import _may_draw
+from lightning_ipu.stand_ins import is_called_otherwise, is_one_piece
 
 MakeContext = Callable[[], AbstractContextManager]
 
@@ -49,6 +50,12 @@ _DESCRIBES = {
 }
 _TOUCHES_GRAPH = {"backward", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "__set__"}
 _STATIC = (int, float, complex, bool, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
+
+
+def called_as_a_whole(module: nn.Module) -> bool:
+    """Whether something happens around the call of a module, which would be lost if a stage began inside it."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooked) or "forward" in vars(module) or is_called_otherwise(module) or is_one_piece(module)
 
 
 class Untraceable(PlanError):
@@ -108,6 +115,11 @@ def _autocast_state() -> tuple[Any, ...]:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
 
 
+def _saving_hooks() -> Any:
+    """The hooks on tensors that are saved for the backward pass: torch.utils.checkpoint works by them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     map_aggregate(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
@@ -164,7 +176,7 @@ class _Recorder(TorchFunctionMode):
 
     def begin(self) -> None:
         """Take note of what the modules hold, and of the context."""
-        self._autocast = _autocast_state()
+        self._autocast, self._saving = _autocast_state(), _saving_hooks()
         named = [*self._root.named_parameters(remove_duplicate=False), *self._root.named_buffers(remove_duplicate=False)]
         # By name, because a forward may put a new tensor in a buffer's place; tied ones share a key.
         self.keys = {name: id(tensor) for name, tensor in named}
@@ -189,9 +201,9 @@ class _Recorder(TorchFunctionMode):
             return self._enter(original, module, args, kwargs)
         self.entries.append((name, len(self.order)))
         if self._goes_into(name, module):
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or "forward" in vars(module):
+            if called_as_a_whole(module):
                 raise Untraceable(
-                    f"{name!r} has hooks, or is recomputed, as a whole, and a stage would begin inside it; cut elsewhere", module
+                    f"{name!r} has hooks, is recomputed or is compiled as a whole, and a stage would begin inside it; cut elsewhere", module
                 )
             self.opened[name] = module
             return self._enter(original, module, args, kwargs)
@@ -312,6 +324,11 @@ class _Recorder(TorchFunctionMode):
     def _write(self, op: str, target: Any, args: Any, kwargs: Any, output: Any, versions: list[tuple[Tensor, int]]) -> None:
         if _autocast_state() != self._autocast:
             raise self.refusal("switches autocast between its submodules; do so inside a submodule")
+        if _saving_hooks() is not self._saving:
+            raise self.refusal(
+                "uses torch.utils.checkpoint, or other hooks on saved tensors, between its submodules, which a stage would not do",
+                "or name blocks in IPUStrategy(recompute=[...])",
+            )
         held = not torch.is_grad_enabled()
         if held:
             before = self._append("call_function", _gradients_off, (), {})

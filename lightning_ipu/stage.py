@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
@@ -27,10 +29,10 @@ from lightning_ipu.randomness import (
     set_torch_streams,
     torch_streams,
 )
+from lightning_ipu.stand_ins import StandIns, called_modules, is_one_piece
 from lightning_ipu.user_step import LogRecorder, metrics_of, unchanged_metrics
 
 _STEP, _AFTER, _UPDATE = name_word("step"), name_word("after the forward"), name_word("update")
-Place = tuple[int, dict[int, int], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -47,78 +49,128 @@ def _is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.")
 
 
+class _MicroBatch:
+    """The calls of one micro-batch so far: at which places in their order each name was called."""
+
+    def __init__(self, base: int) -> None:
+        self.base, self.places, self.calls = base, {}, 0
+
+
+Place = tuple[_MicroBatch, int, tuple[torch.Tensor, torch.Tensor | None]]
+
+
 class NamedRandomness:
     """Seeds every random draw of a training step from (seed, weight update, replica, micro-batch, qualified module name).
 
     The step as a whole starts from the first four; each module that may draw is seeded anew by its name at each of its calls, so that
     its numbers do not depend on what ran before it, on which stage it sits in, or on whether a block before it was recomputed.
+
+    A call that a backward pass repeats (torch.utils.checkpoint, or whatever else sets torch's random state back before it computes
+    something a second time) has the number of the call that it repeats: the seed in that state says after which call it was taken.
+
+    A compiled module (torch.compile, torch.jit) is seeded as a whole, by its own name: nothing can be seeded within.
     """
 
     def __init__(self, module: nn.Module, *, seed: int, device: torch.device) -> None:
         self._seed, self._device = mix(seed, _STEP), device
-        self._base = 0
-        self.calls: dict[int, int] = {}
-        self._hooks = [
-            child.register_forward_pre_hook(partial(self._seed_call, name_word(name), seed_torch if _is_torchs(child) else seed_all))
-            for name, child in module.named_modules()
-            if child is not module and _may_draw(child)
-        ]
-        if self._hooks:
-            # What the step draws after its forward must not depend on what the forward drew, which in a pipeline happens elsewhere.
-            self._hooks.append(module.register_forward_hook(lambda module, *_: self._seed_call(_AFTER, seed_all, module, None)))
+        self.stand_ins = StandIns()
+        drawing = [(name, child) for name, child in called_modules(module) if is_one_piece(child) or _may_draw(child)]
+        for name, child in drawing:
+            seed_streams = seed_torch if _is_torchs(child) else seed_all
+            self.stand_ins.add(child, partial(self._seeded, child, name_word(name), seed_streams))
+        if drawing:
+            self.stand_ins.add(module, partial(self._seeded_after, module))
+        self._round: tuple[int, int] | None = None
+        # Whose call a seed was taken for, and after how many calls of that micro-batch it left the step.
+        self._after_seed: dict[int, tuple[_MicroBatch, int]] = {}
+        self._micro_batch = _MicroBatch(self._seed)
+        self._returned_to = self._micro_batch, 0
 
     def begin_forward(self, update: int, replica: int, micro_batch: int) -> None:
         """Name the streams of one micro-batch of one replica in one weight update, for the modules that are seeded by their own names."""
-        self._base = mix(self._seed, update, replica << 32 | micro_batch)
-        self.calls.clear()
+        if self._round != (update, replica):  # the backward passes of another are over
+            self._round = update, replica
+            self._after_seed.clear()
+        self._micro_batch = _MicroBatch(mix(self._seed, update, replica << 32 | micro_batch))
+        self._after_seed[self._micro_batch.base] = self._returned_to = self._micro_batch, 0
+        self.stand_ins.begin()
+        seed_torch(self._micro_batch.base, self._device)
 
     def begin(self, update: int, replica: int, micro_batch: int) -> None:
         """Seed the global streams for such a micro-batch, which the step draws from."""
         self.begin_forward(update, replica, micro_batch)
-        seed_all(self._base, self._device)
+        seed_all(self._micro_batch.base, self._device)
+
+    def end(self) -> None:
+        """Called after the micro-batches of a replica: from here on nothing is seeded by its name."""
+        self.stand_ins.end()
 
     def begin_update(self, update: int) -> None:
         """Seed the global streams for what follows the micro-batches of a weight update: hooks, and an optimizer that draws."""
         seed_all(mix(self._seed, _UPDATE, update), self._device)
 
-    def _seed_call(self, word: int, seed: Callable[[int, torch.device], None], module: nn.Module, _arguments: Any) -> None:
+    def _seeded(
+        self, module: nn.Module, word: int, seed: Callable[[int, torch.device], None], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if module.training:
-            call = self.calls.get(word, 0)
-            self.calls[word] = call + 1
-            seed(mix(self._base, word, call), self._device)
+            self._seed_call(word, seed)
+        return call(*args, **kwargs)
+
+    def _seeded_after(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the step draws after its forward must not depend on what the forward drew, which in a pipeline happens elsewhere."""
+        output = call(*args, **kwargs)
+        if module.training:
+            self._seed_call(_AFTER, seed_all)
+        return output
+
+    def _seed_call(self, word: int, seed: Callable[[int, torch.device], None]) -> None:
+        micro_batch, place = self._here()
+        earlier = micro_batch.places.setdefault(word, [])
+        number = bisect_left(earlier, place)
+        if number == len(earlier):
+            earlier.append(micro_batch.calls)
+            micro_batch.calls += 1
+        seeded = mix(micro_batch.base, word, number)
+        self._after_seed[seeded] = micro_batch, earlier[number] + 1
+        seed(seeded, self._device)
+
+    def _here(self) -> tuple[_MicroBatch, int]:
+        """The micro-batch, and after how many of its calls the step stands."""
+        if torch._C._current_graph_task_id() == -1:
+            return self._micro_batch, self._micro_batch.calls
+        # In a backward pass what is called is called again.
+        return self._after_seed.get(torch.default_generator.initial_seed(), self._returned_to)
 
     def place(self) -> Place:
         """Where in its streams the step stands, for `return_to`."""
-        return self._base, dict(self.calls), torch_streams(self._device)
+        return *self._here(), torch_streams(self._device)
 
     def return_to(self, place: Place) -> None:
-        """Go on from a place; other micro-batches may have begun since."""
-        self._base, self.calls = place[0], dict(place[1])
+        """Go on from a place, in a backward pass; other micro-batches may have begun since."""
+        self._returned_to = place[:2]
         set_torch_streams(place[2], self._device)
 
-    def remove(self) -> None:
-        """Take the hooks off the network."""
-        for hook in self._hooks:
-            hook.remove()
 
-
-def recompute_blocks(module: nn.Module, recompute: bool | list[str]) -> list[str]:
+def recompute_blocks(module: nn.Module, recompute: bool | list[str], splits: Sequence[str] = ()) -> list[str]:
     """Names of the submodules whose activations are recomputed.
 
-    True takes the network's blocks: the members of Sequential or ModuleList containers that are built of further modules with parameters.
-    A list holds regular expressions, each of which must match the full names of some submodules.
+    True takes the network's blocks: its outermost submodules that are built of further ones with parameters. Containers of such blocks are
+    opened, and so are what holds such a container and what holds most of what it is in: an encoder with a small head beside it. None are found
+    in a network of bare layers. A list holds regular expressions, each of which must match the full names of some submodules; one that is
+    never called, such as a ModuleList, stands for its members.
+
+    Args:
+        splits: where pipeline stages begin; True opens the blocks with such a place inside.
 
     Raises:
-        PlanError: a pattern that is no regular expression or matches nothing, or True for a network without such blocks.
+        PlanError: a pattern that is no regular expression, matches nothing, or matches what lies inside a compiled module.
     """
-    names = {name: child for name, child in module.named_modules() if name}
     if recompute is True:
-        blocks = [name for name, child in module.named_children() for name in _blocks(child, name)]
-        if not blocks:
-            raise PlanError("recompute=True found no blocks in the network; name submodules, e.g. recompute=['network.features.0']")
-        return blocks
+        return _blocks_of_network(module, splits)
     if not recompute:
         return []
+    names = {name: child for name, child in module.named_modules() if name}
+    called = {name for name, _ in called_modules(module)}
     chosen: set[str] = set()
     for pattern in recompute:
         try:
@@ -127,25 +179,81 @@ def recompute_blocks(module: nn.Module, recompute: bool | list[str]) -> list[str
             raise PlanError(f"recompute pattern {pattern!r} is no regular expression: {error}") from None
         if not matches:
             raise PlanError(f"recompute pattern {pattern!r} matches none of the submodules {', '.join(list(names)[:12])}, ...")
-        chosen |= matches
+        if not matches & called:
+            raise PlanError(
+                f"recompute pattern {pattern!r} matches {min(matches)!r} inside a compiled module, whose parts cannot be recomputed one by"
+                " one; name the compiled module"
+            )
+        chosen |= matches & called
+    for name in names:  # outer ones first
+        if name in chosen and type(names[name]).forward is nn.Module.forward:
+            chosen.remove(name)
+            chosen |= {f"{name}.{member}" for member, _ in names[name].named_children()}
     # A block inside a recomputed block is recomputed with it.
     return [name for name in names if name in chosen and not any(name.startswith(outer + ".") for outer in chosen)]
 
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList)
+
+
+def _parts(module: nn.Module) -> dict[str, nn.Module]:
+    """What a module is built of; a compiled one is one piece, and what makes a layer's weights is no part of it."""
+    inner = module._orig_mod if isinstance(module, OptimizedModule) else module
+    return {name: child for name, child in inner.named_children() if name != "parametrizations"}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(1 for _ in module.parameters())
+
+
 def _is_composite(module: nn.Module) -> bool:
-    return any(next(child.parameters(), None) is not None for child in module.children())
+    return any(_size(child) for child in _parts(module).values())
 
 
-def _blocks(module: nn.Module, name: str) -> Iterator[str]:
-    """Outermost blocks in a module; a container made of composite members alone is looked into, not taken whole."""
-    is_container = isinstance(module, (nn.Sequential, nn.ModuleList))
-    for child_name, child in module.named_children():
-        qualified = f"{name}.{child_name}"
-        inner = list(_blocks(child, qualified)) if isinstance(child, (nn.Sequential, nn.ModuleList)) or not is_container else []
-        if inner:
-            yield from inner
-        elif is_container and _is_composite(child):
-            yield qualified
+def _holds_blocks_in_a_container(module: nn.Module) -> bool:
+    """Whether there is a container of composite members in a module, outside of any other container."""
+    if isinstance(module, _CONTAINERS):
+        return any(map(_is_composite, _parts(module).values()))
+    return not is_one_piece(module) and any(map(_holds_blocks_in_a_container, _parts(module).values()))
+
+
+def _blocks_of_network(module: nn.Module, splits: Sequence[str]) -> list[str]:
+    """The blocks of a network; empty where there would be but one, which is all of it and built of bare layers."""
+    whole, path = _size(module), ""
+    while True:
+        blocks = _blocks(module.get_submodule(path), path, splits)
+        if len(blocks) != 1 or _size(module.get_submodule(blocks[0])) < whole:
+            return blocks
+        path = blocks[0]
+        if is_one_piece(module.get_submodule(path)):
+            return []
+
+
+def _blocks(module: nn.Module, path: str, splits: Sequence[str]) -> list[str]:
+    """Names of the blocks in a module of this name."""
+    found: list[str] = []
+    size, is_member = _size(module), isinstance(module, _CONTAINERS)
+    for name, child in _parts(module).items():
+        qualified = f"{path}.{name}" if path else name
+        if not _is_composite(child):
+            continue
+        inner = [] if is_one_piece(child) else _blocks(child, qualified, splits)
+        share = _size(child) / size
+        covered = sum(_size(child.get_submodule(block[len(qualified) + 1 :])) for block in inner) / _size(child)
+        opened = inner and (
+            isinstance(child, _CONTAINERS) or (not is_member and (_holds_blocks_in_a_container(child) or (share > 0.5 and covered > 0.5)))
+        )
+        if opened or any(split.startswith(qualified + ".") for split in splits):
+            found += inner
+        else:
+            found.append(qualified)
+    return found
+
+
+def _in_a_checkpoint() -> bool:
+    """Whether what runs is recomputed as it is, by a torch.utils.checkpoint of the network's own."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 class Recomputation:
@@ -158,16 +266,35 @@ class Recomputation:
     """
 
     def __init__(self, module: nn.Module, blocks: list[str], *, randomness: NamedRandomness, recorder: LogRecorder) -> None:
-        self._randomness, self._recorder = randomness, recorder
-        self._wrapped = [module.get_submodule(name) for name in blocks]
+        self._module, self._randomness, self._recorder = module, randomness, recorder
         self._draws_on_host: dict[nn.Module, bool] = {}
-        for block in self._wrapped:
-            block.forward = partial(self._run, block, metrics_of(block), block.forward)
+        self._chosen: list[Callable[..., Any]] = []
+        self.choose(blocks)
+
+    def choose(self, blocks: list[str]) -> None:
+        """Recompute these blocks instead of those before."""
+        stand_ins = self._randomness.stand_ins
+        for around in self._chosen:
+            stand_ins.leave_out(around)
+        self._chosen = []
+        for block in dict.fromkeys(self._module.get_submodule(name) for name in blocks):
+            self._chosen.append(partial(self._call, block, metrics_of(block)))
+            stand_ins.add(block, self._chosen[-1])
+
+    def _call(self, block: nn.Module, metrics: list[Metric], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a block, its hooks once, and have its forward recomputed."""
+        if not torch.is_grad_enabled() or not block.training or _in_a_checkpoint():
+            return call(*args, **kwargs)
+        own = {name: vars(block)[name] for name in ("forward",) if name in vars(block)}
+        object.__setattr__(block, "forward", partial(self._run, block, metrics, block.forward))
+        try:
+            return call(*args, **kwargs)
+        finally:
+            vars(block).pop("forward")
+            vars(block).update(own)
 
     def _run(self, block: nn.Module, metrics: list[Metric], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not block.training:
-            return forward(*args, **kwargs)
-        place = self._randomness.place()
+        place, dtype = self._randomness.place(), torch.get_default_dtype()
         host = host_streams() if self._draws_on_host.get(block, True) else None
         buffers = [
             (child, name, buffer, buffer._version, buffer.clone())
@@ -180,7 +307,7 @@ class Recomputation:
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._second_run(place, host, buffers, metrics)),
+            context_fn=lambda: (nullcontext(), self._second_run(place, dtype, host, buffers, metrics)),
         )
         if block not in self._draws_on_host:
             self._draws_on_host[block] = bool(drawn_between(host, host_streams()))
@@ -193,10 +320,14 @@ class Recomputation:
         return output
 
     @contextmanager
-    def _second_run(self, place: Place, host: tuple[Any, Any] | None, buffers: list, metrics: list[Metric]) -> Iterator[None]:
+    def _second_run(
+        self, place: Place, dtype: torch.dtype, host: tuple[Any, Any] | None, buffers: list, metrics: list[Metric]
+    ) -> Iterator[None]:
+        dtype_now = torch.get_default_dtype()  # another one in the forward of double precision
         now = self._randomness.place(), [child._buffers[name] for child, name, *_ in buffers], self._recorder.muted
         host_now = None if host is None else host_streams()
         self._randomness.return_to(place)
+        torch.set_default_dtype(dtype)
         if host is not None:
             set_host_streams(host)
         self._recorder.muted = True
@@ -209,11 +340,7 @@ class Recomputation:
             for (child, name, *_), buffer in zip(buffers, now[1], strict=True):
                 child._buffers[name] = buffer
             self._randomness.return_to(now[0])
+            torch.set_default_dtype(dtype_now)
             if host is not None:
                 set_host_streams(host_now)
             self._recorder.muted = now[2]
-
-    def remove(self) -> None:
-        """Give the blocks their own forward back."""
-        for block in self._wrapped:
-            del block.forward

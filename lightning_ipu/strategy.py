@@ -72,6 +72,7 @@ from lightning_ipu.record import Uses, undisturbed
 from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
+from lightning_ipu.stand_ins import is_one_piece
 from lightning_ipu.user_step import (
     LogRecorder,
     SharedMetrics,
@@ -349,7 +350,8 @@ class IPUStrategy(DDPStrategy):
             self._metrics = SharedMetrics(module, self._processes.gathered)
             self._own_epochs(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            blocks = recompute_blocks(module, self.recompute)
+            _refuse_what_is_compiled(module, recompute=self.recompute, parts=self._processes.parts if self._processes else 1)
+            blocks = recompute_blocks(module, self.recompute, self.pipeline_splits)
             self._exchange(trainer, "accumulate_grad_batches", self.plan.micro_batches_per_update)
             try:
                 self.setup_optimizers(trainer)
@@ -366,9 +368,12 @@ class IPUStrategy(DDPStrategy):
                 )
                 self._recorder.muted = not self._processes.is_last  # the last stage runs the whole step
             self._randomness = NamedRandomness(module, seed=self.seed, device=self.root_device)
-            self._undo.callback(self._randomness.remove)
-            recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
-            self._undo.callback(recomputation.remove)
+            self._recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
+            if self.recompute is True and not blocks:
+                rank_zero_info(
+                    f"recompute=True recomputes nothing in {type(module).__name__}: it is built of bare layers alone. Group them into blocks,"
+                    " or name layers, e.g. recompute=['network.0']"
+                )
             self._own_schedules()
             self._make_engine(trainer)
         else:
@@ -377,8 +382,15 @@ class IPUStrategy(DDPStrategy):
     def _own_transfer(self) -> None:
         """Keep Lightning's transfer hooks off the handles; the strategy calls them for every micro-batch, under seeds of its own."""
         module = self.lightning_module
-        self._before_transfer = partial(type(module)._on_before_batch_transfer, module)
-        self._exchange(module, "_on_before_batch_transfer", lambda batch, dataloader_idx=0: batch)
+        original = LightningModule._on_before_batch_transfer
+        self._before_transfer = partial(original, module)
+
+        def untouched(owner: LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
+            return batch if owner is module else original(owner, batch, dataloader_idx)
+
+        # On the class: the module itself is to be copied and pickled as it is.
+        LightningModule._on_before_batch_transfer = untouched
+        self._undo.callback(setattr, LightningModule, "_on_before_batch_transfer", original)
         selector = module.trainer._data_connector._datahook_selector
         self._user_transfers = any(is_overridden(hook, selector.get_instance(hook)) for hook in _TRANSFER_HOOKS)
         self._transfers = self._user_transfers or self.root_device.type != "cpu" or type(self.precision_plugin) is DoublePrecision
@@ -499,7 +511,7 @@ class IPUStrategy(DDPStrategy):
                 found: Any = None
                 if processes.rank == 0:
                     try:
-                        found = balanced_splits(module, args, kwargs, num_stages=self.plan.num_stages, context=context)
+                        found = self._balanced(args, kwargs, context)
                     except PlanError as refusal:
                         found = refusal
                 found = self.broadcast(found)
@@ -508,7 +520,10 @@ class IPUStrategy(DDPStrategy):
                 self.pipeline_splits, self.stage_costs = found
                 for line in stage_table(self.stage_costs):
                     rank_zero_info(line)
-            partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
+                if self.recompute is True:
+                    self._recomputation.choose(recompute_blocks(module, True, self.pipeline_splits))
+            with self._randomness.stand_ins.stood():
+                partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
             results = [torch.zeros_like(result, device=self.root_device, requires_grad=True) for result in partition.boundaries[-1]]
             calls = []
 
@@ -549,6 +564,17 @@ class IPUStrategy(DDPStrategy):
         if isinstance(exception, SIGTERMException) and self._stages is not None and not self._stages.is_whole:
             self._stages.fetch()  # in all processes alike
         super().on_exception(exception)
+
+    def _balanced(self, args: Any, kwargs: Any, context: Any) -> tuple[list[str], list[StageCost]]:
+        """Measured cuts between the blocks that are recomputed, or inside them where there are too few and the user has named none."""
+        make = partial(balanced_splits, self.lightning_module, args, kwargs, num_stages=self.plan.num_stages, context=context)
+        try:
+            with self._randomness.stand_ins.stood():
+                return make()
+        except PlanError:
+            if self.recompute is not True:
+                raise
+        return make()
 
     def _stop(self, number: int) -> None:
         """Called in every process in the same weight update: one of them had been asked to stop before it."""
@@ -1296,6 +1322,22 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
             raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")
+
+
+def _refuse_what_is_compiled(module: LightningModule, *, recompute: bool | list[str], parts: int) -> None:
+    """Refuse what would have to reach into a module that is compiled as a whole, by torch.compile(module) or its own compile()."""
+    if module._compiler_ctx is None and not is_one_piece(module):
+        return
+    if recompute:
+        raise PlanError(
+            f"recompute={recompute} cannot reach into {type(module).__name__}, which is compiled as a whole: compile its submodules"
+            " instead, e.g. self.network = torch.compile(self.network), or leave recomputing to torch.compile"
+        )
+    if parts > 1:
+        raise PlanError(
+            f"{type(module).__name__} is compiled as a whole, so that it cannot be cut into stages over {parts} processes: compile its"
+            " submodules instead, e.g. self.network = torch.compile(self.network)"
+        )
 
 
 def _check_loss(module: LightningModule, loss: torch.Tensor, partition: Partition) -> None:

@@ -34,10 +34,9 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
 def one_step(network: nn.Module, x: torch.Tensor, names: list[str] | None) -> dict[str, torch.Tensor]:
     """Output, gradients, state and the place in the random streams after one forward and backward."""
     network = copy.deepcopy(network)
-    recomputation = recomputed(network, names or [])
+    recomputed(network, names or [])
     output = network(x)
     output.square().mean().backward()
-    recomputation.remove()
     gradients = {f"{name}.grad": p.grad for name, p in network.named_parameters() if p.grad is not None}
     return {
         "output": output.detach(),
@@ -179,6 +178,17 @@ def test_what_a_recomputed_block_logs_is_heard_once():
         assert trainer.callback_metrics["calls_epoch" if "calls_epoch" in trainer.callback_metrics else "calls"].item() == 12
 
 
+def test_a_layer_that_makes_tensors_of_the_default_type_makes_them_alike_in_a_recomputed_run():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.rand(8)
+
+    modules = [Net(lambda: nn.Sequential(Noisy(8, 8), nn.Linear(8, 3))) for _ in range(2)]
+    for module, recompute in zip(modules, (False, [r"network\.0"]), strict=True):
+        fit(module, loader(classes(8, dtype=torch.float64), 4), recompute=recompute, precision="64-true")
+    assert equal_states(*modules)
+
+
 def test_metrics_in_a_recomputed_block_count_a_batch_once():
     class Measured(nn.Module):
         def __init__(self):
@@ -195,11 +205,10 @@ def test_metrics_in_a_recomputed_block_count_a_batch_once():
     for names in ([], ["0"]):
         torch.manual_seed(0)
         network = nn.Sequential(Measured(), nn.Linear(8, 3))
-        recomputation = recomputed(network, names)
+        recomputed(network, names)
         for _ in range(2):
             network(torch.randn(4, 8)).sum().backward()
-        recomputation.remove()
-        mean, everything = network[0].mean, network[0].all
+            mean, everything = network[0].mean, network[0].all
         values[len(names)] = mean.compute(), mean._update_count, everything.compute(), everything._update_count
     assert len(values[1][2]) == 8 and all(
         torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*values.values(), strict=True)
@@ -220,11 +229,11 @@ def test_every_parameter_has_a_gradient_when_every_block_is_recomputed(recompute
 def test_recomputation_stores_less():
     def stored(names) -> int:
         network = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
-        recomputation, sizes = recomputed(network, names), []
+        recomputed(network, names)
+        sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
             network(torch.randn(512, 64))
-        recomputation.remove()
-        return sum(sizes)
+            return sum(sizes)
 
     assert stored(["0", "1", "2", "3"]) < stored([]) / 3
 
@@ -268,9 +277,88 @@ def test_a_pattern_that_is_no_regular_expression_is_refused():
         recompute_blocks(Net(), ["("])
 
 
-def test_recompute_true_without_blocks_is_refused():
-    with pytest.raises(PlanError, match="recompute=True found no blocks"):
-        recompute_blocks(Net(lambda: nn.Linear(8, 3)), True)
+def convolution(*channels: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(*channels, 3, padding=1), nn.BatchNorm2d(channels[1]), nn.ReLU(), nn.Dropout(0.3))
+
+
+class Plain(nn.Module):
+    """A CNN whose parts are attributes, in no container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.a, self.b = convolution(1, 4), convolution(4, 4), convolution(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.b(self.a(self.stem(x.reshape(-1, 1, 2, 4)))).mean((2, 3)))
+
+
+class Direct(Net):
+    """The same, with the parts on the LightningModule itself."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+        parts = Plain()
+        for name, part in parts.named_children():
+            setattr(self, name, part)
+        self.forward = partial(Plain.forward, self)
+
+
+class Sided(nn.Module):
+    """An encoder with a head that is built of layers as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Plain(), nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "splits", "expected"),
+    [
+        (lambda: Net(Plain), [], ["network.stem", "network.a", "network.b"]),
+        (Direct, [], ["stem", "a", "b"]),
+        (Direct, ["a.1", "b"], ["stem", "b"]),
+        (lambda: Net(Sided), [], ["network.encoder.stem", "network.encoder.a", "network.encoder.b", "network.head"]),
+        (lambda: Net(blocks), ["network.0.1.linear"], ["network.0.0", "network.0.2"]),
+        (lambda: Net(lambda: nn.Sequential(Plain(), nn.Flatten())), [], ["network.0.stem", "network.0.a", "network.0.b"]),
+        (
+            partial(Net, partial(torchvision.models.efficientnet_b0, num_classes=3)),
+            ["network.features.1.0.block.1.fc1"],
+            ["network.features.0", "network.features.1.0.block.0", "network.features.1.0.block.2", "network.features.2.0"],
+        ),
+        (lambda: Net(lambda: nn.Linear(8, 3)), [], []),
+        (lambda: Net(lambda: nn.Sequential(nn.Linear(8, 8), parametrizations.weight_norm(nn.Linear(8, 3)))), [], []),
+    ],
+)
+def test_the_outermost_composite_children_of_any_network_are_its_blocks_unless_a_stage_begins_inside(make, splits, expected):
+    found = recompute_blocks(make(), True, splits)
+    assert found[: len(expected)] == expected and (len(found) == len(expected) or "efficientnet" in str(make))
+
+
+@pytest.mark.parametrize("make", [lambda: Net(Plain), Direct])
+def test_recomputing_a_plain_cnn_stores_less_and_changes_no_bit(make):
+    states = []
+    for recompute in (False, True):
+        module, sizes = make(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+            fit(module, loader(classes(24), 4), R=2, A=3, recompute=recompute)
+        states.append((module, sum(sizes)))
+    (stored, most), (recomputed, least) = states
+    assert equal_states(stored, recomputed) and stored.losses == recomputed.losses and least < 0.7 * most
+
+
+def test_a_network_of_bare_layers_is_left_alone_with_a_remark(caplog):
+    bare, stored = (Net(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))) for _ in "ab")
+    with caplog.at_level("INFO", logger="pytorch_lightning.utilities.rank_zero"):
+        fit(bare, loader(classes(8), 4), recompute=True)
+    fit(stored, loader(classes(8), 4))
+    assert "recompute=True recomputes nothing in Net: it is built of bare layers alone" in caplog.text and equal_states(bare, stored)
+
+
+def test_a_container_that_is_never_called_stands_for_its_members():
+    network = nn.Sequential()
+    network.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    assert recompute_blocks(network, ["layers"]) == ["layers.0", "layers.1"]
 
 
 # ---- Randomness -------------------------------------------------------------------------------------------------------------------
@@ -315,7 +403,7 @@ def test_a_layers_draws_are_named_after_it_its_place_in_the_run_and_its_call(mak
         for module in before:
             module(torch.ones(5, 8))
         both = [network["layer"](-torch.ones(32, 8)) for _ in range(2)]
-        randomness.remove()
+        randomness.end()
         return both
 
     first, second = draws([])

@@ -131,7 +131,12 @@ class LocalEngine:
         for replica in self._replicas:
             if buffers:
                 buffers.begin_replica()
-            loss, extra = self._run_replica(take, update, replica, first_micro_batch + replica * self._plan.gradient_accumulation_factor)
+            try:
+                loss, extra = self._run_replica(
+                    take, update, replica, first_micro_batch + replica * self._plan.gradient_accumulation_factor
+                )
+            finally:
+                self._randomness.end()
             if buffers:
                 buffers.end_replica()
                 gradients = self._add_gradients(gradients)

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAUROC
 
 from lightning_ipu import PlanError
@@ -58,15 +59,27 @@ class Chance(nn.Module):
         return x * (numpy.random.rand() + random.random()) if self.training else x
 
 
-def drawing() -> nn.Sequential:
+def drawing(norm: bool = True) -> nn.Sequential:
     """Blocks that draw from every stream."""
-    network = blocks(depth=5, norm=True, dropout=0.3)
+    network = blocks(depth=5, norm=norm, dropout=0.3)
     for block in network[0]:
         block.drop = nn.Sequential(block.drop, Chance())
     return network
 
 
+class Checkpointed(nn.Module):
+    """A block that checkpoints itself, as transformers and timm do on request."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
 NETWORKS = {
+    "checkpointed": lambda: nn.Sequential(nn.Sequential(*map(Checkpointed, drawing(norm=False)[0])), nn.Linear(8, 3)),
     "blocks": partial(blocks, depth=5),
     "normed": partial(blocks, depth=5, norm=True),
     "dropout": partial(blocks, depth=5, norm=True, dropout=0.3),
@@ -162,6 +175,7 @@ CASES = [
     case("recomputed 1F1B", 2, "resnet", "adamw", R=1, A=4, pipeline_splits=["network.layer2"], recompute=True, D=3),
     case("Interleaved, stages merged", 2, "normed", R=1, A=4, pipeline_splits=FOUR, pipeline_schedule="Interleaved"),
     case("noise", 2, "drawing", R=1, A=4, pipeline_splits=TWO, noise=True, recompute=True),
+    case("checkpoints of its own", 2, "checkpointed", R=1, A=4, pipeline_splits=TWO),
     case("Grouped, a skip over a stage", 2, "skip", R=1, A=2, pipeline_splits=["network.third"], pipeline_schedule="Grouped"),
     case("validation in stages", 2, "resnet", R=1, A=2, pipeline_splits=["network.layer3"], pipeline_validation=True),
     case("what a step keeps", 2, "dropout", R=1, A=2, pipeline_splits=TWO, module="Keeping"),

@@ -1,0 +1,105 @@
+"""Do something around the calls of chosen modules, and only while a step runs: at any other time the modules carry nothing.
+
+torch's own hooks would stay on the modules for the whole run. There they cannot be pickled or scripted, and torch.compile traces them or
+gives up. A hook on all modules at once slows every call of every module down. What stands in here is held in the place that
+`nn.Module.compile` fills: no other module pays for it, pickles and copies leave it out, and a compiled graph does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.jit import ScriptModule
+
+_PLACE = "_compiled_call_impl"  # nn.Module.__call__ calls it, where a module has one, in place of its hooks and its forward
+
+# Called with what runs the module, then with the module's own arguments.
+Around = Callable[..., Any]
+
+
+class _StandIn:
+    """What is called in the place of one module."""
+
+    def __init__(self, around: Around, call: Callable[..., Any]) -> None:
+        self._around, self._inner = around, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(self._inner, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the module has none
+
+
+class StandIns:
+    """The stand-ins of one network; what was added last is called first."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[nn.Module, Around]] = []
+        self._before: list[tuple[nn.Module, Any]] = []
+        self.standing = False
+
+    def add(self, module: nn.Module, around: Around) -> None:
+        """Have `around` called in the place of a module."""
+        self._added.append((module, around))
+        if self.standing:
+            self._put(module, around)
+
+    def leave_out(self, around: Around) -> None:
+        """Forget what was added; to be called while nothing stands in."""
+        self._added = [(module, added) for module, added in self._added if added is not around]
+
+    def begin(self) -> None:
+        """Stand in from here on."""
+        if not self.standing:
+            self.standing = True
+            for module, around in self._added:
+                self._put(module, around)
+
+    def end(self) -> None:
+        """Leave the modules as they were."""
+        for module, before in reversed(self._before):
+            if before is None:
+                vars(module).pop(_PLACE, None)
+            else:
+                vars(module)[_PLACE] = before
+        self._before.clear()
+        self.standing = False
+
+    @contextmanager
+    def stood(self) -> Iterator[None]:
+        """Stand in within a `with` statement."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _put(self, module: nn.Module, around: Around) -> None:
+        before = vars(module).get(_PLACE)
+        self._before.append((module, before))
+        vars(module)[_PLACE] = _StandIn(around, module._call_impl if before is None else before)
+
+
+def is_called_otherwise(module: nn.Module) -> bool:
+    """Whether something stands in for a module, or it has been compiled by its own `compile`."""
+    return vars(module).get(_PLACE) is not None
+
+
+def is_one_piece(module: nn.Module) -> bool:
+    """Whether a module runs compiled, so that the modules inside are not called by Python."""
+    place = vars(module).get(_PLACE)
+    return isinstance(module, (OptimizedModule, ScriptModule)) or (place is not None and not isinstance(place, _StandIn))
+
+
+def called_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The submodules that Python calls, by name: not what is inside a compiled one."""
+    inside: set[int] = set()
+    for name, child in module.named_modules():
+        if id(child) not in inside and child is not module:
+            if is_one_piece(child):
+                inside.update(map(id, child.modules()))
+            yield name, child
