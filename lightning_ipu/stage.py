@@ -75,6 +75,8 @@ class NamedRandomness:
         self._seed, self._device = mix(seed, _STEP), device
         self.stand_ins = StandIns()
         drawing = [(name, child) for name, child in called_modules(module) if is_one_piece(child) or _may_draw(child)]
+        if getattr(module, "_compiler_ctx", None) is not None:
+            drawing = []  # a LightningModule whose steps are compiled
         for name, child in drawing:
             seed_streams = seed_torch if _is_torchs(child) else seed_all
             self.stand_ins.add(child, partial(self._seeded, child, name_word(name), seed_streams))
@@ -278,13 +280,19 @@ class Recomputation:
             stand_ins.leave_out(around)
         self._chosen = []
         for block in dict.fromkeys(self._module.get_submodule(name) for name in blocks):
-            self._chosen.append(partial(self._call, block, metrics_of(block)))
+            metrics = metrics_of(block)
+            self._chosen.append(partial(self._call, block, metrics, self._run if is_one_piece(block) else self._run_forward))
             stand_ins.add(block, self._chosen[-1])
 
-    def _call(self, block: nn.Module, metrics: list[Metric], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a block, its hooks once, and have its forward recomputed."""
+    def _call(
+        self, block: nn.Module, metrics: list[Metric], run: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if not torch.is_grad_enabled() or not block.training or _in_a_checkpoint():
             return call(*args, **kwargs)
+        return run(block, metrics, call, *args, **kwargs)
+
+    def _run_forward(self, block: nn.Module, metrics: list[Metric], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a block with its forward recomputed, its hooks not."""
         own = {name: vars(block)[name] for name in ("forward",) if name in vars(block)}
         object.__setattr__(block, "forward", partial(self._run, block, metrics, block.forward))
         try:
