@@ -38,16 +38,47 @@ TURNS_OF_SPINNING = 1000
 _ALLOCATOR_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
-def started_rank() -> int:
-    """This process's number among those that a launcher started: ours, torchrun or srun; 0 where none did.
+_GIVEN_BY = {  # numbers that a launcher gives to each process that it starts
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "srun": ("SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+}
 
-    What else the environment holds (RANK, SLURM_PROCID, JSM_NAMESPACE_RANK) may be left over from another run, or be an allocation's.
+
+def launcher() -> str | None:
+    """Who started this process as one of several, "torchrun" or "srun"; None where neither did.
+
+    Some of their variables alone are left over from another run, or an allocation's.
     """
-    if LAUNCHED_BY:
+    for name, variables in _GIVEN_BY.items():
+        numbered = all(os.environ.get(variable, "").isdigit() for variable in variables)
+        if numbered and (name == "srun" or os.environ.get("TORCHELASTIC_RUN_ID")):
+            return name
+    return None
+
+
+def started_rank() -> int:
+    """This process's number among those that a launcher started: ours, torchrun or srun; 0 where none did."""
+    if LAUNCHED_BY and os.environ.get("LOCAL_RANK", "").isdigit():
         return int(os.environ["LOCAL_RANK"])
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return int(os.environ["RANK"])
-    return int(os.environ.get("SLURM_PROCID", "0")) if "SLURM_STEP_ID" in os.environ else 0
+    variable = {"torchrun": "RANK", "srun": "SLURM_PROCID", None: ""}[launcher()]
+    return int(os.environ.get(variable, "0"))
+
+
+def forget_leftovers() -> None:
+    """Take out of the environment what would make Lightning or torch believe in a launcher that did not start this process.
+
+    Raises:
+        ValueError: a launcher did start it, in a way that cannot be honoured; its variable is named.
+    """
+    started_by = launcher()
+    if started_by is None:
+        for variable in [name for name in os.environ if name.startswith("TORCHELASTIC_") or name == "SLURM_NTASKS"]:
+            del os.environ[variable]
+    elif started_by == "srun" and (tasks := int(os.environ["SLURM_NTASKS"])) > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
+        raise ValueError(f"SLURM_NTASKS={tasks}: how many of them are on a node must be said: srun --ntasks-per-node={tasks}, for one node")
+    if started_by is None and "JSM_NAMESPACE_SIZE" in os.environ:
+        if (size := os.environ.pop("JSM_NAMESPACE_SIZE")) != "1" and "JSM_NAMESPACE_RANK" in os.environ:
+            raise ValueError(f"JSM_NAMESPACE_SIZE={size}: processes are started by torchrun, srun or --processes, not by jsrun; unset it")
 
 
 def usable_cores(*, root: str | Path = "/") -> int:
@@ -101,7 +132,7 @@ def _bind(before: set[int], cpus: set[int]) -> None:
 
 def _is_bound() -> bool:
     """Whether srun or torchrun, which can, has given this process cores of its own: other ones than the launcher itself has."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_STEP_ID" in os.environ
+    launched = launcher() is not None
     if not launched or not hasattr(os, "sched_getaffinity"):
         return False
     try:

@@ -210,7 +210,9 @@ class CommandLine(LightningCLI):
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
         path = config.get("ckpt_path")
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun starts the same command line again
+        restarted = (
+            machine.launcher() == "torchrun" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        )  # torchrun starts the same command line again
         self.goes_on = self.config.subcommand == "fit" and (bool(path) or config.resume or restarted)
         if path == "last" or self.goes_on and not path:
             checkpoints = Path(config.trainer.default_root_dir) / CHECKPOINTS
@@ -438,7 +440,7 @@ class CommandLine(LightningCLI):
 
     def _process_count(self, *, on_this_machine: bool = False) -> int:
         """Processes that run this command: torchrun's, or as many as the Trainer starts."""
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if machine.launcher() == "torchrun":
             return int(os.environ["LOCAL_WORLD_SIZE" if on_this_machine else "WORLD_SIZE"])
         trainer = self.config[self.subcommand].trainer
         devices = max(1, int(trainer.devices)) if str(trainer.devices).isdigit() else 1  # 0 is for the Trainer to refuse

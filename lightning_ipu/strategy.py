@@ -46,6 +46,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_ipu import machine
 from lightning_ipu.averaging import TRAINED, AveragedWeights
 from lightning_ipu.checkpoint import AtomicCheckpointIO
 from lightning_ipu.engine.distributed import (
@@ -165,6 +166,8 @@ class IPUStrategy(DDPStrategy):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self.loss_scaling, self.stochastic_rounding, self.bind_cores = loss_scaling, stochastic_rounding, bind_cores
+        if cluster_environment is None:
+            machine.forget_leftovers()  # before the Trainer looks for a launcher
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -241,8 +244,16 @@ class IPUStrategy(DDPStrategy):
             first = self.parallel_devices[0]
             self.parallel_devices = [first] * local if first.type == "cpu" else self.parallel_devices[:local]
             self.num_nodes = world // local
-        elif isinstance(environment, SLURMEnvironment) and "SLURM_STEP_ID" not in os.environ:
-            self.cluster_environment = LightningEnvironment()  # inside an allocation, but not started by srun: on its own
+        elif isinstance(environment, SLURMEnvironment) and (machine.launcher() != "srun" or environment.world_size() == 1):
+            self.cluster_environment = LightningEnvironment()  # inside an allocation, but not one of several that srun started
+        elif isinstance(environment, SLURMEnvironment) and environment.world_size() != self._process_count:
+            raise PlanError(
+                f"srun started {environment.world_size()} processes (SLURM_NTASKS), but devices x num_nodes is {self._process_count}: they must"
+                " be the same"
+            )
+        if type(self.cluster_environment) is LightningEnvironment and self.num_nodes == 1 and "LOCAL_RANK" not in os.environ:
+            for variable in ("NODE_RANK", "GROUP_RANK", "MASTER_ADDR"):  # of other nodes, which this run has none of
+                os.environ.pop(variable, None)
         if self._process_count == 1 and type(self.cluster_environment) is LightningEnvironment:
             self.cluster_environment = _OneProcess()
         super().set_world_ranks()

@@ -254,11 +254,11 @@ _SPINNING = """
 import os, subprocess, sys
 from lightning_ipu import cli
 print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
-def start(words, short, given):
+def start(words, given):
     print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
     return 0
 parser = cli.build_parser(prog="x", description="", epilog="", options=(), version=str)
-cli.main(["fit"], parser=parser, options=(), settle=list, start=start)
+cli.main(["fit"], parser=parser, options=(), settle=list, start=start, folder=None)
 """
 
 

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs import Ledger, fit, loader
+
+from lightning_ipu import machine
 
 RUN = """--dataset SAMPLE --size 8 --precision 32.32 --batch-size 16 --limit-train-batches 2 --limit-val-batches 1 --no-validation
     --replication-factor 2 --output-dir out""".split()
@@ -24,16 +27,51 @@ def run(folder: Path, *more: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+LEFT = {
+    "torchrun": {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": "2", "GROUP_RANK": "3", "RANK": "3", "WORLD_SIZE": "8"},
+    "srun": {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"},
+    "jsrun": {"LSB_JOBID": "7", "LSB_DJOB_RANKFILE": "nowhere", "JSM_NAMESPACE_LOCAL_RANK": "3", "JSM_NAMESPACE_SIZE": "4"},
+    "others": {"NODE_RANK": "3", "MASTER_ADDR": "nowhere.invalid", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "3"},
+}
+ALL = {name: value for some in LEFT.values() for name, value in some.items()}
+
+
 @pytest.mark.parametrize(
     "left",
-    [{"RANK": "1"}, {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}, {"SLURM_PROCID": "3", "SLURM_JOB_ID": "7"}],
-    ids=lambda left: " ".join(left),
+    [*({name: value} for name, value in ALL.items()), {"SLURM_STEP_ID": "0"}, {"LOCAL_RANK": "3"}, *LEFT.values(), ALL],
+    ids=lambda left: " ".join(left)[:40],
 )
-def test_a_run_of_one_process_writes_all_its_files_and_sets_an_earlier_run_aside(left, tmp_path):
+def test_whatever_a_launcher_left_is_ignored_by_a_run_of_one_process(left, monkeypatch):
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    assert machine.started_rank() == 0 and machine.launcher() is None
+    module = Ledger()
+    trainer = fit(module, loader(6), A=3)
+    assert (trainer.global_step, trainer.world_size, trainer.global_rank) == (2, 1, 0) and module.w.item() == -2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (LEFT["srun"] | {"SLURM_STEP_ID": "0"}, "SLURM_NTASKS=4: .* srun --ntasks-per-node=4"),
+        (LEFT["srun"] | {"SLURM_STEP_ID": "0", "SLURM_NTASKS_PER_NODE": "4"}, r"srun started 4 processes \(SLURM_NTASKS\), but devices"),
+        (LEFT["jsrun"] | {"JSM_NAMESPACE_RANK": "1"}, "JSM_NAMESPACE_SIZE=4: processes are started by torchrun, srun or --processes"),
+    ],
+)
+def test_processes_that_were_started_in_a_way_that_cannot_be_honoured_are_refused_by_name(given, message, monkeypatch):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        fit(Ledger(), loader(6), A=3)
+
+
+def test_two_processes_find_each_other_beside_all_that_launchers_left_and_an_earlier_run_is_set_aside(tmp_path):
     (tmp_path / "out" / "checkpoints").mkdir(parents=True)
     (tmp_path / "out" / "checkpoints" / "last.ckpt").write_text("an earlier run's")
-    done = run(tmp_path, **left)
+    done = run(tmp_path, "--processes", "2", **ALL)
     assert done.returncode == 0, done.stderr
     assert {"config.yaml", "metrics.csv", ".lock"} <= {path.name for path in (tmp_path / "out").iterdir()}
     assert (tmp_path / "out" / "earlier-1" / "checkpoints" / "last.ckpt").read_text() == "an earlier run's"
     assert "virtual IPUs" in done.stdout  # the table
+    done = run(tmp_path, SLURM_NTASKS="4", LOCAL_RANK="3")
+    assert done.returncode == 0 and "virtual IPUs" in done.stdout, done.stderr
