@@ -122,8 +122,8 @@ class Stage(nn.Module):
         for node in body:
             copy(node)
         results = [copy(node) for node in outputs]
-        if is_last:  # a schedule detaches a last stage's results in place, which must not reach what arrived
-            results = [graph.call_method("view_as", (result, result)) if result in arrived.values() else result for result in results]
+        if is_last:  # the user's step may change a result in place, which a leaf of the graph does not bear
+            results = [graph.call_method("clone", (result,)) if result in arrived.values() else result for result in results]
         graph.output(tuple(results))
         run = fx.GraphModule(record.module, graph, class_name="Stage")
         self._modules = run._modules
@@ -159,7 +159,7 @@ def _fit(value: Tensor, expected: Tensor) -> Tensor:
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise PlanError(
             f"a stage made {value.dtype} {list(value.shape)} where the network was cut for {expected.dtype} {list(expected.shape)};"
-            " all micro-batches of a pipeline must have one shape and precision"
+            " in a pipeline, shapes and precision inside the network may depend on the shapes that go in, not on their values"
         )
     if value.stride() == expected.stride():
         return value
@@ -172,7 +172,7 @@ class Partition:
     Args:
         splits: the submodules that begin the second and later stages.
         parameters, buffers: their names by stage; what the forward never uses belongs to the last stage, where the user's step runs.
-        unused_buffers: the names of those that the forward never uses.
+        unused, unused_buffers: the names of what the forward never uses, and of the buffers among them.
         left: the (module, name) of attributes that submodules set in the forward.
         boundaries: the tensors before the first stage, between stages and behind the last, as meta tensors; one tuple more than stages.
         opened: the submodules with a cut inside. They are not called as a whole: a hook or a wrapper on them would not run.
@@ -185,7 +185,8 @@ class Partition:
         self.boundaries = [tuple(record.spec(node).empty() for node in nodes) for nodes in self._crossings]
         self.left = record.left.keys()
         self.parameters, self.buffers = self._ownership()
-        self.unused_buffers = {name for name, _ in record.module.named_buffers(remove_duplicate=False) if name not in self._used}
+        self.unused = {name for name in set().union(*self.parameters, *self.buffers) if name not in self._used}
+        self.unused_buffers = self.unused & set().union(*self.buffers)
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in record.module.named_parameters()]
 
     def __len__(self) -> int:
@@ -228,6 +229,11 @@ class Partition:
                     " all micro-batches of a pipeline must have one shape"
                 )
         return tuple(tensors)
+
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `self(...)` was called with when the network was cut, its tensors on the meta device."""
+        return unflatten(self.boundaries[0], self._record.input_structure)
 
     def restore(self, results: Iterable[Tensor]) -> Any:
         """What the forward returns, out of the last stage's results."""

@@ -476,10 +476,11 @@ class IPUStrategy(DDPStrategy):
         by_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
         self._engine = PipelineEngine(
             **common,
-            partition=partition,
+            state=self._stages,
             schedule=self.pipeline_schedule,
             clip_norm=clip_value if by_norm else None,
             clip_value=None if by_norm else clip_value,
+            remark=rank_zero_warn,
         )
 
     def _refuse_in_pipeline(self, trainer: Trainer) -> None:
@@ -1144,11 +1145,10 @@ class IPUStrategy(DDPStrategy):
         if dataloader_idx not in pipelines:
             pipelines[dataloader_idx] = EvaluationPipeline(
                 self.lightning_module,
-                self.pipeline_splits,
                 self._processes,
                 state=self._stages,
-                size=loader.user_loader.batch_size or loader.size,
                 context=self.precision_plugin.val_step_context,
+                remark=rank_zero_warn,
             )
         recorder, metrics = self._evaluation["recorder"], metrics_of(self.lightning_module)
 
@@ -1156,7 +1156,7 @@ class IPUStrategy(DDPStrategy):
             with undone_unless_finished(recorder, metrics):
                 return step()
 
-        return pipelines[dataloader_idx].step(once, size=loader.size)
+        return pipelines[dataloader_idx].step(once)
 
     # ---- End ----------------------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,12 @@
 """The distributed engine: carries a plan out on several processes with torch.distributed, with the numbers of one process.
 
 A weight update ends in one flattened reduction over the processes that hold other replicas of the same stages: gradients, BatchNorm's
-moves and a flag for signals travel together. Where a replica is spread over processes, torch.distributed.pipelining moves what crosses the
-cuts, and the user's step runs around the forward: on the first stage up to its call of `self(...)`, on the last stage with that call answered
-by the output that arrived.
+moves and a flag for signals travel together. Where a replica is spread over processes, the user's step runs around the forward: on the first
+stage up to its call of `self(...)`, on the last stage with that call answered by the output that arrived.
 """
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import signal
 from collections.abc import Callable, Iterator
@@ -21,10 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils._pytree import tree_map
 
 from lightning_ipu.engine.local import LocalEngine, ReplicaBuffers
+from lightning_ipu.engine.pipeline import Kinds, Pipeline, Slice, turns
 from lightning_ipu.partition import Partition, cut
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
@@ -45,6 +43,13 @@ def process_groups(device_type: str, groups: int, parts: int, everyone: dist.Pro
     return mesh.get_group("replicas"), mesh.get_group("stages")
 
 
+@cache
+def groups_beside(count: int, parts: int, everyone: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Two more groups of the processes with the same replicas as this one: of the device, and for tensors on the CPU; made once as well."""
+    rows = [list(range(start, start + parts)) for start in range(0, count, parts)]
+    return tuple(dist.new_subgroups_by_enumeration(rows, backend=backend)[0] for backend in (None, "gloo"))
+
+
 class Processes:
     """This process among those that carry a plan out: its replicas, its stages, and whom it shares them with.
 
@@ -60,6 +65,13 @@ class Processes:
         self.group, self.part = divmod(self.rank, self.parts)
         self.same_stages, self.same_replica = process_groups(device.type, self.count // self.parts, self.parts, dist.group.WORLD)
         self.device = device
+
+    def pipeline(self) -> Pipeline:
+        """What joins the stages of this replica; to be called by all processes alike."""
+        groups = (self.same_replica,) * 2
+        if self.device.type != "cpu":
+            groups = groups_beside(self.count, self.parts, dist.group.WORLD)
+        return Pipeline(self.part, self.parts, self.peer, groups=(self.same_replica, *groups), device=self.device)
 
     @property
     def is_first(self) -> bool:
@@ -177,17 +189,6 @@ class Called(BaseException):
 
 
 @contextmanager
-def as_raised() -> Iterator[None]:
-    """Let an error that a stage raised pass as it is: torch wraps it in one that shows the stage's arguments."""
-    try:
-        yield
-    except RuntimeError as error:
-        if error.__cause__ is None or "failed to run" not in str(error):
-            raise
-        raise error.__cause__ from None
-
-
-@contextmanager
 def answered(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let something else answer the module's `self(...)`."""
     object.__setattr__(module, "forward", forward)
@@ -225,19 +226,26 @@ class PipelineEngine(DistributedEngine):
     """The distributed engine where this process holds some of the stages of one replica.
 
     Args:
-        partition: the network cut into stages.
+        state: the network cut into stages, and what of it is here.
         schedule: 1F1B, GPipe or Sequential (one micro-batch after the other, no overlap).
         clip_norm, clip_value: to what gradients are clipped, by their norm over all stages or one by one; None for neither.
+        remark: told what the user should know.
         distributed: as for DistributedEngine.
     """
 
     def __init__(
-        self, *, partition: Partition, schedule: str, clip_norm: float | None, clip_value: float | None, **distributed: Any
+        self,
+        *,
+        state: StageState,
+        schedule: str,
+        clip_norm: float | None,
+        clip_value: float | None,
+        remark: Callable[[str], None],
+        **distributed: Any,
     ) -> None:
         super().__init__(clip=self._clip_gradients if clip_norm or clip_value else None, **distributed)
-        processes, self._partition, self._clip_norm, self._clip_value = self._processes, partition, clip_norm, clip_value
-        self._module, accumulation = distributed["module"], self._plan.gradient_accumulation_factor
-        stage = partition.stage(processes.stages.start, processes.stages.stop - 1)
+        processes, self._clip_norm, self._clip_value = self._processes, clip_norm, clip_value
+        self._module, accumulation, partition = distributed["module"], self._plan.gradient_accumulation_factor, state.partition
         names = set().union(*partition.parameters[processes.stages.start : processes.stages.stop])
         self._held = {id(parameter) for name, parameter in self._module.named_parameters() if name in names}
         if self._buffers is not None:
@@ -245,72 +253,63 @@ class PipelineEngine(DistributedEngine):
             self._buffers = ReplicaBuffers(self._module, set().union(*own))
         if self._scaling is not None:
             self._scaling.agree = self._all_finite
-        self._at_once = 1 if schedule == "Sequential" else accumulation
-        pipeline_stage = _make_stage(
-            _Called(stage, self.forward_of),
-            processes.part,
-            processes.parts,
-            processes.device,
-            input_args=torch.empty(1, dtype=torch.int64, device="meta") if processes.is_first else tuple(map(_on_the_wire, stage.inputs)),
-            output_args=stage.outputs if processes.is_last else tuple(map(_on_the_wire, stage.outputs)),
-            group=processes.same_replica,
-        )
-        make = Schedule1F1B if schedule == "1F1B" else ScheduleGPipe
-        self._schedule = make(
-            pipeline_stage, self._at_once, loss_fn=self._loss, scale_grads=False
-        )  # everywhere: it says that there is a backward
+        ahead = {"Sequential": 1, "GPipe": accumulation, "1F1B": min(accumulation, processes.parts - processes.part)}[schedule]
+        self._turns, self._pipeline = list(turns(accumulation, ahead)), processes.pipeline()
+
+        def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
+            return state.cut(args, kwargs, training=True, context=self._context or nullcontext)
+
+        self._kinds = Kinds(make, processes.stages, first=state.partition, device=processes.device, remark=remark)
 
     def _run_replica(self, take: Callable[[], Any], update: int, replica: int, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
         self._take, self._update, self._replica, self._number = take, update, replica, number
-        self._forwards = 0
         self._result: tuple[torch.Tensor, dict[str, Any]] = torch.zeros((), device=self._processes.device), {}
-        accumulation = self._plan.gradient_accumulation_factor
-        for start in range(0, accumulation, self._at_once):
-            numbers = torch.arange(start, start + self._at_once, device=self._processes.device)
-            with as_raised():
-                if self._processes.is_first:
-                    self._schedule.step(numbers, return_outputs=False)
-                elif self._processes.is_last:
-                    self._schedule.step(target=numbers, losses=[], return_outputs=False)
-                else:
-                    self._schedule.step()
+        if not self._processes.is_first:
+            self._pipeline.listen()
+        self._pipeline.run(self._turns, kind=self._kind, forward=self._stages_forward, loss=self._loss)
         return self._result
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in super()._parameters() if id(parameter) in self._held]
 
-    def forward_of(self, stage: nn.Module, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """One micro-batch through this process's stages; on the first, `values` are only its number."""
-        micro_batch = self._forwards
-        self._forwards += 1
-        name = self._update, self._replica, micro_batch
-        if self._processes.is_first:
-            batch = self._take()  # which draws under seeds of its own
-            self._randomness.begin(*name)
-        else:
-            self._randomness.begin_forward(*name)
+    def _kind(self, micro_batch: int) -> Slice:
+        """The network cut for a micro-batch; on the first stage, take it and run the step up to its call of `self(...)`."""
+        if not self._processes.is_first:
+            piece = self._pipeline.hear(self._kinds)
+            if micro_batch + 1 < self._plan.gradient_accumulation_factor:
+                self._pipeline.listen()
+            return piece
+        batch = self._take()  # which draws under seeds of its own
+        self._randomness.begin(self._update, self._replica, micro_batch)
         with (self._context or nullcontext)():
-            if self._processes.is_first:
-                args, kwargs = called_with(self._module, lambda: self._step(batch, self._number + micro_batch))
-                values = self._partition.flatten(*args, **kwargs)
-            else:
-                values = tuple(map(_off_the_wire, values, stage.inputs))
-            results = stage(*values)
-        if self._processes.is_last:
-            return results
-        self._on_micro_batch()
-        return tuple(map(_on_the_wire, results))
+            self._called = called_with(self._module, lambda: self._step(batch, self._number + micro_batch))
+        place = self._randomness.place()
+        piece = self._pipeline.tell(self._kinds, *self._called)
+        self._randomness.return_to(place)
+        return piece
 
-    def _loss(self, results: Any, micro_batch: torch.Tensor) -> torch.Tensor:
+    def _stages_forward(self, micro_batch: int, piece: Slice, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """One micro-batch through this process's stages."""
+        if self._processes.is_first:
+            values = piece.partition.flatten(*self._called[0], **self._called[1])
+            del self._called
+        else:
+            self._randomness.begin_forward(self._update, self._replica, micro_batch)
+        with (self._context or nullcontext)():
+            results = piece.stage(*values)
+        if not self._processes.is_last:
+            self._on_micro_batch()
+        return results
+
+    def _loss(self, place: int, piece: Slice, results: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """On the last stage: the user's step around the output that arrived; its share of the update's loss."""
-        output = self._partition.restore(results if isinstance(results, tuple) else (results,))
+        output = piece.partition.restore(results)
         calls = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             calls.append(args)
             return output
 
-        place = int(micro_batch)
         with answered(self._module, forward):
             loss, extra = self._forward(self._take(), self._number + place, self._update, self._replica, place)
         check_calls(self._module, len(calls))
@@ -323,7 +322,7 @@ class PipelineEngine(DistributedEngine):
         return scaled if self._scaling is None else self._scaling.scale(scaled)
 
     def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        self._partition.check_unchanged()
+        self._kinds.check_unchanged()
         self._heard = None
         loss, extra, made = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
         # Every stage learns of signals that any received, and of the loss. What came after the replicas have agreed waits for the next update.
@@ -357,147 +356,58 @@ class PipelineEngine(DistributedEngine):
         nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, squares.sqrt())
 
 
-class _OlderStage(PipelineStage):
-    """A PipelineStage of torch before 2.14, which takes every tensor that crosses a cut for differentiable; this one asks the metadata."""
-
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        backward, self.has_backward = self.has_backward, False
-        prepared = super()._prepare_forward_infra(*args, **kwargs)
-        self.has_backward = backward
-        if backward and not self.is_first:
-            for infos in self.args_recv_info.values():
-                for info, meta in zip(infos, self.inputs_meta, strict=True):
-                    info.buffer.requires_grad_(meta.requires_grad)
-        return prepared
-
-    def _create_grad_recv_info(self, act_send_info: dict) -> tuple[Any, ...]:
-        infos = super()._create_grad_recv_info(act_send_info)
-        return tuple(info if meta.requires_grad else None for info, meta in zip(infos, self.get_outputs_meta(), strict=False))
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Any, ...]:
-        return tuple(info and info.buffer for info in self.grad_recv_info[bwd_chunk_id])
-
-    def _create_grad_send_info(self, args_recv_info: tuple) -> list[int | None]:
-        sources = super()._create_grad_send_info(args_recv_info)
-        return [source if meta.requires_grad else None for source, meta in zip(sources, self.inputs_meta, strict=True)]
-
-    def backward_one_chunk(self, bwd_chunk_id: int, **kwargs: Any) -> None:
-        super().backward_one_chunk(bwd_chunk_id, **kwargs)
-        if self.has_backward and not self.is_first:
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                torch.zeros_like(info.buffer) if gradient is None and info.buffer.requires_grad else gradient
-                for info, gradient in zip(self.args_recv_info[bwd_chunk_id], self.bwd_cache[bwd_chunk_id], strict=True)
-            )
-
-
-_make_stage = PipelineStage if "input_grads" in inspect.signature(PipelineStage.__init__).parameters else _OlderStage
-
-
 class EvaluationPipeline:
     """Forward only, one batch at a time: the stages work on successive batches, since none waits for those behind it.
 
-    A short last batch is filled up to the size of the others by repeating a row, and what comes out is cut to its size.
-
     Args:
         module: the network.
-        splits: where its stages begin.
+        processes: who holds which stages.
         state: what of the network is here.
-        size: samples in a full batch.
         context: makes the context of a step (autocast).
+        remark: told what the user should know.
     """
 
     def __init__(
-        self, module: nn.Module, splits: list[str], processes: Processes, *, state: StageState, size: int, context: Callable[[], Any]
+        self, module: nn.Module, processes: Processes, *, state: StageState, context: Callable[[], Any], remark: Callable[[str], None]
     ) -> None:
-        self._module, self._splits, self._processes, self._state = module, splits, processes, state
-        self._size, self._context = size, context
-        self._partition: Partition | None = None
+        self._module, self._processes, self._context = module, processes, context
 
-    def step(self, step: Callable[[], Any], *, size: int) -> Any:
-        """Run the user's step on a batch of `size` samples; its result on the last stage, None elsewhere."""
+        def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
+            return state.cut(args, kwargs, training=False, context=context)
+
+        self._pipeline, self._kinds = (
+            processes.pipeline(),
+            Kinds(make, processes.stages, first=None, device=processes.device, remark=remark),
+        )
+
+    def step(self, step: Callable[[], Any]) -> Any:
+        """Run the user's step on a batch; its result on the last stage, None elsewhere."""
         with self._context():
-            called = called_with(self._module, step, "a step of pipeline_validation")
-            args, kwargs = map_tensors(lambda tensor: self._filled(tensor, size), called)
-        if self._partition is None:
-            self._make(args, kwargs)
-        self._partition.check_unchanged()
-        self._values = self._partition.flatten(*args, **kwargs)
-        with as_raised():
-            self._schedule.step(*([torch.zeros(1, dtype=torch.int64)] if self._processes.is_first else []), return_outputs=False)
+            args, kwargs = called_with(self._module, step, "a step of pipeline_validation")
+        number = self._kinds.find(args, kwargs)
+        piece = self._kinds.add(self._kinds.described(args, kwargs)) if number is None else self._kinds[number]
+        results: tuple[torch.Tensor, ...] = ()
+        piece.partition.check_unchanged()
+
+        def forward(_: int, piece: Slice, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            nonlocal results
+            with self._context():
+                results = piece.stage(*(piece.partition.flatten(*args, **kwargs) if self._processes.is_first else values))
+            return results
+
+        self._pipeline.run([(True, 0)], kind=lambda _: piece, forward=forward)
         if not self._processes.is_last:
             return None
-        results = [result[:size] if self._is_batched(result) else result for result in self._results]
         calls = []
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def answer(*args: Any, **kwargs: Any) -> Any:
             calls.append(args)
-            return self._partition.restore(results)
+            return piece.partition.restore(results)
 
-        with answered(self._module, forward):
+        with answered(self._module, answer):
             output = step()
         check_calls(self._module, len(calls), "a step of pipeline_validation")
         return output
-
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        processes = self._processes
-        with self._state.laid_out():
-            self._partition = cut(self._module, args, kwargs, splits=self._splits, training=False, context=self._context)
-        stage = self._partition.stage(processes.stages.start, processes.stages.stop - 1)
-        self._inputs = stage.inputs
-        first = torch.empty(1, dtype=torch.int64, device="meta")
-        pipeline_stage = _make_stage(
-            _Called(stage, self._forward),
-            processes.part,
-            processes.parts,
-            processes.device,
-            input_args=first if processes.is_first else tuple(map(_on_the_wire, stage.inputs)),
-            output_args=tuple(map(_on_the_wire, stage.outputs)),
-            group=processes.same_replica,
-        )
-        self._schedule = ScheduleGPipe(pipeline_stage, 1, loss_fn=None)
-
-    def _forward(self, stage: nn.Module, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        values = self._values if self._processes.is_first else tuple(map(_off_the_wire, values, self._inputs))
-        with self._context():
-            self._results = stage(*values)
-        return tuple(map(_on_the_wire, self._results))
-
-    def _is_batched(self, tensor: torch.Tensor) -> bool:
-        return tensor.dim() > 0 and len(tensor) == self._size
-
-    def _filled(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        if tensor.dim() == 0 or len(tensor) != size or size == self._size:
-            return tensor
-        filled = torch.cat([tensor, tensor[-1:].expand(self._size - size, *tensor.shape[1:])])
-        channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-        return filled.contiguous(memory_format=torch.channels_last) if channels_last else filled
-
-
-class _Called(nn.Module):
-    """What a schedule calls: a stage, through a function that knows what has to happen around it."""
-
-    def __init__(self, stage: nn.Module, call: Callable[[nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]) -> None:
-        super().__init__()
-        self.stage, self._call = stage, call
-
-    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._call(self.stage, values)
-
-
-def _dimensions(tensor: torch.Tensor) -> list[int]:
-    """Dimensions of a dense tensor from the slowest to the fastest, as they lie in memory."""
-    return sorted(range(tensor.dim()), key=lambda dimension: (-tensor.stride(dimension), dimension))
-
-
-def _on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a dense tensor that is contiguous, as gloo will have it: channels_last images by their channels last."""
-    return tensor.permute(_dimensions(tensor))
-
-
-def _off_the_wire(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The view that `_on_the_wire` was made from."""
-    dimensions = _dimensions(like)
-    return tensor.permute([dimensions.index(place) for place in range(tensor.dim())])
 
 
 class StageState:
@@ -512,7 +422,7 @@ class StageState:
     """
 
     def __init__(self, module: nn.Module, partition: Partition, processes: Processes) -> None:
-        self._processes = processes
+        self._module, self.partition, self._processes = module, partition, processes
         self.owners: dict[str, int] = {}  # parameters and buffers by name to the part that holds them
         held = len(partition) // processes.parts
         for names in (partition.parameters, partition.buffers):
@@ -546,17 +456,30 @@ class StageState:
             tensor.grad = None
         self.is_whole = False
 
-    @contextmanager
-    def laid_out(self) -> Iterator[None]:
-        """Let what other processes hold have its memory layout, though no values: results' layouts follow from it."""
-        if self.is_whole:
-            yield
-            return
-        self._lay_out()
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, context: Callable[[], Any]) -> Partition:
+        """Cut the network at the same places for another call of `self(...)`, or for evaluation.
+
+        Raises:
+            PlanError: it would use in one process what another one holds.
+        """
+        gave_up = not self.is_whole
+        if gave_up:
+            self._lay_out()  # in memory, though without values: results' layouts follow from it
         try:
-            yield
+            partition = cut(self._module, args, kwargs, splits=self.partition.splits, training=training, context=context)
         finally:
-            self.give_up()
+            if gave_up:
+                self.give_up()
+        held = len(partition) // self._processes.parts
+        for stage, names in enumerate(map(set.union, partition.parameters, partition.buffers)):
+            for name in sorted(names - partition.unused):
+                if self.owners[name] != stage // held:
+                    raise PlanError(
+                        f"the network uses {name!r} in stage {stage} {'for some shapes' if training else 'in evaluation'}, but it belongs to another"
+                        " stage, where the first micro-batch of training uses it, or to the last one because that does not use it. In a pipeline"
+                        " each stage must use its own: choose other pipeline_splits"
+                    )
+        return partition
 
     @torch.no_grad()
     def _lay_out(self) -> None:
