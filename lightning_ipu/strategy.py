@@ -536,7 +536,9 @@ class IPUStrategy(DDPStrategy):
                     self._recomputation.choose(recompute_blocks(module, True, self.pipeline_splits))
             with self._randomness.stand_ins.stood():
                 partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
-            results = [torch.zeros_like(result, device=self.root_device, requires_grad=True) for result in partition.boundaries[-1]]
+            zeros = [torch.zeros_like(result, device=self.root_device) for result in partition.boundaries[-1]]
+            # No leaves: the step may change them in place.
+            results = [zero.requires_grad_(like.requires_grad).clone() for zero, like in zip(zeros, partition.boundaries[-1], strict=True)]
             calls = []
 
             def forward(*args: Any, **kwargs: Any) -> Any:

@@ -475,9 +475,8 @@ class StageState:
             for name in sorted(names - partition.unused):
                 if self.owners[name] != stage // held:
                     raise PlanError(
-                        f"the network uses {name!r} in stage {stage} {'for some shapes' if training else 'in evaluation'}, but it belongs to another"
-                        " stage, where the first micro-batch of training uses it, or to the last one because that does not use it. In a pipeline"
-                        " each stage must use its own: choose other pipeline_splits"
+                        f"the network uses {name!r} in stage {stage} {'for some shapes' if training else 'in evaluation'}, but another process holds"
+                        " it, by what the first micro-batch of training uses; choose pipeline_splits that leave all its uses in one stage"
                     )
         return partition
 

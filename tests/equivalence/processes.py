@@ -20,6 +20,7 @@ import logged
 import numpy
 import pytorch_lightning as pl
 import reported
+import shaped
 import stopped
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
@@ -27,7 +28,7 @@ from pytorch_lightning.utilities import CombinedLoader
 from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAUROC
@@ -332,6 +333,22 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x)))
 
 
+class Choosing(nn.Module):
+    """Uses a layer of its first half for micro-batches of three samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.sometimes, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.sometimes(x) if len(x) == 3 else x)
+
+
+def of_differing_sizes(samples):
+    return default_collate([sample for sample in samples if sample[2] % 3])
+
+
 class Draws(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +358,7 @@ class Draws(nn.Module):
         return self.last(F.dropout(self.first(x), 0.5, self.training))
 
 
-NETWORKS |= {"tied": Tied, "draws": Draws}
+NETWORKS |= {"tied": Tied, "draws": Draws, "choosing": Choosing}
 PIPELINE = {"A": 2, "pipeline_splits": TWO}
 
 
@@ -360,6 +377,11 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
     "a loss on other stages": (lambda: Decayed("blocks", "momentum"), classes(64), PIPELINE),
     "tied weights": (lambda: Spread("tied", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
     "functional randomness": (lambda: Spread("draws", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
+    "a layer for some shapes": (
+        lambda: Spread("choosing", "momentum"),
+        DataLoader(classes(64), batch_size=4, collate_fn=of_differing_sizes),
+        {"A": 4, "pipeline_splits": ["network.last"], "pipeline_schedule": "GPipe"},
+    ),
     "1F1B with too few micro-batches": (lambda: Spread("blocks", "momentum"), classes(64), {"A": 1, "pipeline_splits": TWO}),
     "a layer before the call": (Beforehand, classes(64), PIPELINE),
     "a weight of an earlier stage": (lambda: Watching("blocks", "momentum"), classes(64), PIPELINE),
@@ -423,6 +445,9 @@ def main(folder: Path, processes: int) -> None:
             trainer.save_checkpoint(folder / "two-by-two.ckpt")
         if trainer.is_global_zero:
             torch.save(result, folder / f"{number}.pt")
+    shapes = {name: shaped.run(name) for name, case in shaped.CASES.items() if case["processes"] == processes}
+    if torch.distributed.get_rank() == 0:
+        torch.save(shapes, folder / f"shaped-{processes}.pt")
     if processes == 2:
         stops = stopped.run(2)
         average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
