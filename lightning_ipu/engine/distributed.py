@@ -7,6 +7,7 @@ stage up to its call of `self(...)`, on the last stage with that call answered b
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import signal
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from lightning_ipu.partition import Partition, cut
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
 
+_pipelines = itertools.count()  # that were made, in all processes alike
 _SMALL = 8192  # bytes of a packed value that travel with its length
 
 
@@ -71,7 +73,8 @@ class Processes:
         groups = (self.same_replica,) * 2
         if self.device.type != "cpu":
             groups = groups_beside(self.count, self.parts, dist.group.WORLD)
-        return Pipeline(self.part, self.parts, self.peer, groups=(self.same_replica, *groups), device=self.device)
+        groups = (self.same_replica, *groups)
+        return Pipeline(self.part, self.parts, self.peer, groups=groups, device=self.device, number=next(_pipelines))
 
     @property
     def is_first(self) -> bool:

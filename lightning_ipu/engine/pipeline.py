@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_ipu.partition import Partition, Stage
 from lightning_ipu.record import example, flatten, unflatten
 
-_KIND, _CALL = 1, 2  # tags of what travels beside the data, whose tag is 0
+_DATA, _KIND, _CALL, _TAGS = range(4)  # tags of what travels in one pipeline, and how many each has
 _KEPT = 64  # kinds whose stages are kept; for others the network is cut again when they come up
 _MANY = 16  # kinds of which a user should know
 
@@ -135,6 +135,7 @@ class Pipeline:
         groups: of these processes, for what goes forward, for what goes back and for tensors on the CPU; where a group does one thing at a
             time (NCCL), three.
         device: where the data are.
+        number: of the pipeline, alike in all its processes: what one that has failed left on its way reaches no other (gloo).
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class Pipeline:
         *,
         groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup],
         device: torch.device,
+        number: int,
     ) -> None:
-        self.is_first, self.is_last, self._device = part == 0, part == parts - 1, device
+        self.is_first, self.is_last, self._device, self._tag = part == 0, part == parts - 1, device, number * _TAGS
         self._first, self._others = peer(0), [peer(place) for place in range(1, parts)]
         self._before, self._behind = peer(max(part - 1, 0)), peer(min(part + 1, parts - 1))
         self._forward, self._back, self._control = groups
@@ -207,7 +209,7 @@ class Pipeline:
 
     def _receive(self, like: Sequence[torch.Tensor], peer: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         values = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in like]
-        for work in [dist.irecv(value, peer, group) for value in values]:
+        for work in [dist.irecv(value, peer, group, self._tag + _DATA) for value in values]:
             work.wait()
         return values
 
@@ -215,7 +217,7 @@ class Pipeline:
         sent = self._sent[peer == self._behind]
         _wait(sent)
         values = [value.contiguous() for value in values]
-        sent += [(dist.isend(value, peer, group), value) for value in values]
+        sent += [(dist.isend(value, peer, group, self._tag + _DATA), value) for value in values]
 
     def tell(self, kinds: Kinds, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Slice:
         """In the first process: find a micro-batch's kind and tell the others."""
@@ -226,13 +228,13 @@ class Pipeline:
         if call:
             told.append((_CALL, torch.frombuffer(bytearray(call), dtype=torch.uint8)))
         for other in self._others:
-            self._told += [(dist.isend(word, other, self._control, tag), word) for tag, word in told]
+            self._told += [(dist.isend(word, other, self._control, self._tag + tag), word) for tag, word in told]
         return kinds.add(call) if call else kinds[number]
 
     def listen(self) -> None:
         """In another process: be ready to hear the next micro-batch's kind."""
         word = torch.empty(1, dtype=torch.int64)
-        self._next = dist.irecv(word, self._first, self._control, _KIND), word
+        self._next = dist.irecv(word, self._first, self._control, self._tag + _KIND), word
 
     def hear(self, kinds: Kinds) -> Slice:
         """In another process, after `listen`: the next micro-batch's kind."""
@@ -241,7 +243,7 @@ class Pipeline:
         if (number := int(word)) >= 0:
             return kinds[number]
         call = torch.empty(-number, dtype=torch.uint8)
-        dist.recv(call, self._first, self._control, _CALL)
+        dist.recv(call, self._first, self._control, self._tag + _CALL)
         return kinds.add(call.numpy().tobytes())
 
 

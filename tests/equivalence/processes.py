@@ -380,7 +380,7 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
     "a layer for some shapes": (
         lambda: Spread("choosing", "momentum"),
         DataLoader(classes(64), batch_size=4, collate_fn=of_differing_sizes),
-        {"A": 4, "pipeline_splits": ["network.last"], "pipeline_schedule": "GPipe"},
+        {"A": 4, "pipeline_splits": ["network.last"]},
     ),
     "1F1B with too few micro-batches": (lambda: Spread("blocks", "momentum"), classes(64), {"A": 1, "pipeline_splits": TWO}),
     "a layer before the call": (Beforehand, classes(64), PIPELINE),
