@@ -143,6 +143,17 @@ class NamedRandomness:
         # In a backward pass what is called is called again.
         return self._after_seed.get(torch.default_generator.initial_seed(), self._returned_to)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let the network be tried in the middle of a step: its calls are named as ever, and do not count."""
+        micro_batch, self._micro_batch = self._micro_batch, _MicroBatch(self._seed)
+        stood = nullcontext() if self.stand_ins.standing else self.stand_ins.stood()
+        try:
+            with stood:
+                yield
+        finally:
+            self._micro_batch = micro_batch
+
     def place(self) -> Place:
         """Where in its streams the step stands, for `return_to`."""
         return *self._here(), torch_streams(self._device)

@@ -260,7 +260,8 @@ class PipelineEngine(DistributedEngine):
         self._turns, self._pipeline = list(turns(accumulation, ahead)), processes.pipeline()
 
         def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
-            return state.cut(args, kwargs, training=True, context=self._context or nullcontext)
+            with self._randomness.aside():
+                return state.cut(args, kwargs, training=True, context=self._context or nullcontext)
 
         self._kinds = Kinds(make, processes.stages, first=state.partition, device=processes.device, remark=remark)
 
@@ -286,10 +287,7 @@ class PipelineEngine(DistributedEngine):
         self._randomness.begin(self._update, self._replica, micro_batch)
         with (self._context or nullcontext)():
             self._called = called_with(self._module, lambda: self._step(batch, self._number + micro_batch))
-        place = self._randomness.place()
-        piece = self._pipeline.tell(self._kinds, *self._called)
-        self._randomness.return_to(place)
-        return piece
+        return self._pipeline.tell(self._kinds, *self._called)
 
     def _stages_forward(self, micro_batch: int, piece: Slice, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """One micro-batch through this process's stages."""

@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1F1B": {"processes": 2, "A": 4, "pipeline_splits": TWO, "pipeline_validation": True},
     "GPipe, recomputed": {"processes": 2, "A": 3, "pipeline_splits": TWO, "pipeline_schedule": "GPipe", "recompute": ["network.second"]},
     "Sequential": {"processes": 2, "A": 2, "pipeline_splits": TWO, "pipeline_schedule": "Sequential", "pipeline_validation": True},
+    "dropout": {"processes": 2, "A": 4, "pipeline_splits": TWO, "recompute": ["network.second"], "dropout": 0.4},
     "2 x 2 on two": {"processes": 2, "R": 2, "A": 2, "pipeline_splits": TWO, "pipeline_validation": True},
     "2 x 2": {"processes": 4, "R": 2, "A": 3, "D": 2, "pipeline_splits": TWO, "pipeline_validation": True},
     "four stages": {"processes": 4, "A": 5, "pipeline_splits": FOUR, "pipeline_validation": True},
@@ -45,9 +46,10 @@ def collate(samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Text(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.words, self.first, self.second = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.words, self.first = nn.Embedding(10, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout))
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout))
         self.norm, self.head = nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3)
 
     def forward(self, words):
@@ -66,10 +68,10 @@ def loss_of(network: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Ten
 
 
 class Module(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.network = Text()
+        self.network = Text(dropout)
 
     def forward(self, words):
         return self.network(words)
@@ -94,18 +96,18 @@ def loaders(case: dict[str, Any]) -> tuple[list[Sample], list[list[Sample]]]:
     return texts(6 * case.get("R", 1) * case["A"] * 3 + 4, 1), [texts(14, 2), texts(21, 3)]
 
 
-def run(name: str) -> dict[str, Any]:
-    """Train a case on its processes, then test and predict; what came out is the same in all."""
+def run(name: str, devices: int | None = None) -> dict[str, Any]:
+    """Train a case on its processes, or on so many, then test and predict; what came out is the same in all."""
     case = CASES[name]
     training, validation = loaders(case)
     evaluated = [DataLoader(one, batch_size=6, collate_fn=collate) for one in validation]
-    module = Module()
-    plan = {key: value for key, value in case.items() if key != "processes"}
+    module = Module(case.get("dropout", 0.0))
+    plan = {key: value for key, value in case.items() if key not in ("processes", "dropout")}
     trainer = fit(
         module,
         DataLoader(training, batch_size=6, collate_fn=collate),
         evaluated,
-        devices=case["processes"],
+        devices=devices or case["processes"],
         num_sanity_val_steps=1,
         **plan,
     )

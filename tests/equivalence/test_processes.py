@@ -90,9 +90,13 @@ def test_processes_train_what_one_process_and_a_plain_loop_train(number, folder)
 
 
 @pytest.mark.parametrize("name", shaped.CASES)
-def test_micro_batches_of_differing_shapes_train_and_score_what_a_plain_loop_does(name, folder):
+def test_micro_batches_of_differing_shapes_train_and_score_what_one_process_and_a_plain_loop_do(name, folder):
     case = shaped.CASES[name]
     theirs = torch.load(folder / f"shaped-{case['processes']}.pt")[name]
+    if "dropout" in case:
+        ours = shaped.run(name, devices=1)
+        assert difference(theirs["weights"], ours["weights"]) == 0 and theirs["validated"] == ours["validated"]
+        return
     training, validation = shaped.loaders(case)
     module = shaped.Module()
     optimizer = module.configure_optimizers()
