@@ -10,14 +10,33 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+from pytorch_lightning.callbacks import (
+    Callback,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+)
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_ipu.plan import Plan
 
 # Callbacks that act on every weight update, by the names of their classes (or of a base class).
-_EVERY_UPDATE = ("WeightAveraging", "LearningRateFinder", "_LRCallback")
+_EVERY_UPDATE = ("WeightAveraging", "LearningRateFinder", "_LRCallback", "SpikeDetection", "ThroughputMonitor")
+_BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+_KNOWN_HOOKS = ("pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])  # packages whose hooks are known one by one
+
+
+def batch_hooks(owner: Callback | LightningModule) -> list[str]:
+    """Which of the hooks around a batch a user has written for a callback or module; a progress bar only draws."""
+    if isinstance(owner, ProgressBar):
+        return []
+    overridden = [name for name in _BATCH_HOOKS if is_overridden(name, owner)]
+    return [name for name in overridden if (getattr(getattr(owner, name), "__module__", None) or "").split(".")[0] not in _KNOWN_HOOKS]
 
 
 @dataclass
@@ -70,7 +89,8 @@ class HostEvents:
         if self.bound is None:
             return None
         period, what = self.bound
-        return f"device_iterations={self.device_iterations}: host steps hold at most {period}, since {what} is due after every {period} weight updates"
+        often = f"every {period} weight updates" if period > 1 else "every weight update"
+        return f"device_iterations={self.device_iterations}: host steps hold at most {period}, since {what} is due after {often}"
 
 
 def nearest_divisor(number: int, wanted: Fraction) -> int:
@@ -246,8 +266,18 @@ def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> Ho
                 events.in_run.append(("a checkpoint", callback.first_checkpoint, callback.checkpoint_every))
         if any(base.__name__ in _EVERY_UPDATE for base in type(callback).__mro__) and not isinstance(callback, StochasticWeightAveraging):
             events.in_run.append((type(callback).__name__, 1, 1))
-        if isinstance(callback, LearningRateMonitor) and callback.logging_interval != "epoch" and trainer.log_every_n_steps > 0:
-            events.before.append(("LearningRateMonitor", trainer.log_every_n_steps))
+        if isinstance(callback, Timer) and callback.time_remaining() is not None and callback._interval == "step":
+            events.in_run.append((type(callback).__name__, 1, 1))
+        if (every := trainer.log_every_n_steps) > 0:
+            if isinstance(callback, LearningRateMonitor) and callback.logging_interval != "epoch":
+                events.before.append(("LearningRateMonitor", every))
+            if isinstance(callback, DeviceStatsMonitor):  # looks before and after
+                events.before.append(("DeviceStatsMonitor", every))
+                events.in_run.append(("DeviceStatsMonitor", every, every))
+    for owner in (*trainer.callbacks, trainer.lightning_module):
+        hooks = batch_hooks(owner)
+        if hooks and not getattr(owner, "once_per_host_step", False):  # what such a hook decides must not wait
+            events.in_run.append((f"{type(owner).__name__}.{hooks[0]}", 1, 1))
     if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.strategy.lr_scheduler_configs):
         events.in_run.append(("a plateau schedule", 1, 1))
     return events

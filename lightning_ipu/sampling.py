@@ -1,7 +1,7 @@
 """Order, shards and position: the only place that decides which sample comes next.
 
-Lightning's loops receive loaders made here. The training loader hands out one `HostStep` per host step, a handle from which the engine
-draws micro-batches one at a time; memory does not grow with the plan. The order is the user's own sampler's, run under (seed, epoch); a
+Lightning's loops receive loaders made here. The training loader hands out one `HostStep` per host step, from which the engine draws
+micro-batches one at a time; memory does not grow with the plan. The order is the user's own sampler's, run under (seed, epoch); a
 sample's own randomness is seeded with (seed, epoch, index), so neither loader workers nor replicas nor an interruption can change it.
 """
 
@@ -12,14 +12,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
 import torch
 from lightning_fabric.utilities.data import sized_len
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ipu.plan import Plan, PlanError
@@ -110,6 +120,16 @@ def _tensors_of(dataset: Dataset) -> tuple[TensorDataset, list[Sequence[int]]] |
     return (dataset, levels) if type(dataset) is TensorDataset else None
 
 
+class _Counted:
+    """A collate_fn whose micro-batches come with their number of samples."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._collate_fn = collate_fn
+
+    def __call__(self, samples: list[Any]) -> tuple[int, Any]:
+        return len(samples), self._collate_fn(samples)
+
+
 class SeededDataset(Dataset):
     """A map-style data set whose samples' randomness (torch, numpy, Python) is a function of (seed, epoch, index).
 
@@ -156,6 +176,14 @@ def _as_is(batch: Any) -> Any:
     return batch
 
 
+def _show_data(worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
+    """In a worker: whoever asks torch's get_worker_info for the data set is given the user's own."""
+    info = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses to be assigned to
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
 def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> Loader:
     """The same loader over another data set or sampler; its own draws (worker seeds) come from a generator of its own."""
     options = {
@@ -166,6 +194,7 @@ def _rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> Loader:
         options["multiprocessing_context"] = loader.multiprocessing_context
     if isinstance(changed["dataset"], SeededDataset):
         options["collate_fn"] = changed["dataset"].collate_fn
+        options["worker_init_fn"] = partial(_show_data, loader.worker_init_fn)
     generator = torch.Generator().manual_seed(mix(seed, _LOADER))
     return Loader(**{**options, **changed, "generator": generator})
 
@@ -208,9 +237,13 @@ class TrainingData:
         self.user_loader, self.seed, self.micro_batch_size, self.shard = loader, seed, loader.batch_size, shard
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self.samples: int | None
+        self.short_samples = 0  # of a stream's epoch, in micro-batches that were not full
         if self.is_stream:
-            self.loader = _rebuilt(loader, seed=seed, dataset=loader.dataset, batch_size=loader.batch_size, drop_last=True)
-            self.samples = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
+            counted = _Counted(loader.collate_fn)
+            self.loader = _rebuilt(loader, seed=seed, dataset=loader.dataset, batch_size=loader.batch_size, collate_fn=counted)
+            # Several workers each form micro-batches of their own, and how many samples each of them has is not known.
+            is_counted = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
+            self.samples = len(loader.dataset) if is_counted else None
         else:
             try:
                 self.samples = len(loader.sampler)
@@ -246,6 +279,11 @@ class TrainingData:
         return word.hexdigest()
 
     @property
+    def draws_here(self) -> bool:
+        """Whether fetching a micro-batch may draw from this process's random streams."""
+        return not (self.is_stream or self.loader.num_workers or self.loader.dataset.draws_nothing)
+
+    @property
     def micro_batches(self) -> int | None:
         """Full micro-batches in an epoch; None for a stream of unknown length."""
         return None if self.samples is None else self.samples // self.micro_batch_size
@@ -263,86 +301,45 @@ class TrainingData:
             self.user_loader.dataset.set_epoch(epoch)
         self.loader.generator.manual_seed(mix(self.seed, _LOADER, epoch))  # of which the workers get their seeds
         stream, number = iter(self.loader), 0
+        self.short_samples = 0
         while True:
             with preserved_streams():
                 seed_all(mix(self.seed, _STREAM, epoch, number))
                 try:
-                    micro_batch = next(stream)
+                    samples, micro_batch = next(stream)
                 except StopIteration:
                     return
+            if samples < self.micro_batch_size:
+                self.short_samples += samples
+                continue
             yield micro_batch
             number += 1
 
 
 class HostStep:
-    """What Lightning's loop carries in place of a batch: a handle on the micro-batches of some weight updates.
+    """The micro-batches of some weight updates, taken one at a time.
 
-    The engine takes the micro-batches one at a time. To hooks (`on_train_batch_start`, `on_train_batch_end`) the handle looks like the
-    micro-batch last taken: it unpacks, indexes and answers `isinstance` like it; before the first was taken, looking fetches that one.
+    Args:
+        draw: makes one ready for the device, given its number within the host step.
+        weight_updates: how many updates they are for.
     """
 
     def __init__(self, draw: Callable[[int], Any], weight_updates: int) -> None:
         self._draw, self.weight_updates = draw, weight_updates
-        self.taken, self.done = 0, 0  # micro-batches, weight updates
-        self._current: Any = None
-        self._looked = False
-        self.shown = False  # to hooks: Lightning's own transfers, before them, must not take it for a batch
+        self.drawn, self.done = 0, 0  # micro-batches, weight updates
+        self._first: list[Any] = []
+
+    def first(self) -> Any:
+        """The first micro-batch, before it is taken."""
+        self._first = [self.take()]
+        return self._first[0]
 
     def take(self) -> Any:
         """The next micro-batch, on the device."""
-        if self._looked:
-            self._looked = False
-        else:
-            self._current = None  # let the last micro-batch go before the next one is made
-            self._current = self._draw(self.taken)
-        self.taken += 1
-        return self._current
-
-    def _look(self) -> Any:
-        if self._current is None:
-            with preserved_streams():
-                self._current = self._draw(0)
-            self._looked = True
-        return self._current
-
-    @property
-    def __class__(self) -> type:
-        return type(self._look()) if self.shown else HostStep
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._look(), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._look()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._look())
-
-    def __len__(self) -> int:
-        return len(self._look())
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._look()
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        def seen(value: Any) -> Any:
-            return value._look() if type(value) is HostStep else value
-
-        return function(*map(seen, args), **{name: seen(value) for name, value in (kwargs or {}).items()})
-
-
-def _like_a_tensor(name: str) -> Callable[..., Any]:
-    return lambda self, *others: getattr(self._look(), name)(*others)
-
-
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):  # Python looks operators up on the type, past __getattr__
-    setattr(HostStep, f"__{_name}__", _like_a_tensor(f"__{_name}__"))
-    setattr(HostStep, f"__r{_name}__", _like_a_tensor(f"__r{_name}__"))
-for _name in ("neg", "lt", "le", "gt", "ge", "float", "int"):
-    setattr(HostStep, f"__{_name}__", _like_a_tensor(f"__{_name}__"))
+        if self._first:
+            return self._first.pop()
+        self.drawn += 1
+        return self._draw(self.drawn - 1)
 
 
 def _undisturbed(loader: DataLoader) -> Iterator[Any]:
@@ -359,7 +356,7 @@ def _undisturbed(loader: DataLoader) -> Iterator[Any]:
 
 
 class HostSteps:
-    """The training loader as Lightning's loop sees it: as long as the epoch has micro-batches, one handle for each host step.
+    """The training loader as Lightning's loop sees it: as long as the epoch has micro-batches, one `HostStep` for each host step.
 
     Whoever else iterates over it (a callback that shows some of `trainer.train_dataloader`) gets the batches of the user's own loader.
 
@@ -369,9 +366,9 @@ class HostSteps:
         micro_batches: how many are trained on in an epoch, a multiple of A x R; None for a stream of unknown length.
         is_loops: whether it is Lightning's loop that holds an iterator.
         begin: called at an epoch's first step; returns (epoch, number of the first micro-batch).
-        next_updates: called at each host step; returns how many weight updates it may hold and counts them as begun.
-        count: counts the one weight update of a stream's host step as begun.
-        draw: makes a host micro-batch ready for the device, given its number within the host step.
+        next_updates: called at each host step; returns how many weight updates it may hold.
+        ready: makes a host micro-batch ready for the device, given its number within the host step.
+        left_over: told at an epoch's end how many samples a stream of unknown length had over, and how many updates it gave.
     """
 
     def __init__(
@@ -383,11 +380,12 @@ class HostSteps:
         is_loops: Callable[[Iterator[Any]], bool],
         begin: Callable[[], tuple[int, int]],
         next_updates: Callable[[], int],
-        count: Callable[[int], None],
         ready: Callable[[Any, int], Any],
+        left_over: Callable[[int, int], None],
     ) -> None:
         self.data, self.plan, self.micro_batches = data, plan, micro_batches
-        self._is_loops, self._begin, self._next_updates, self._count, self._ready = is_loops, begin, next_updates, count, ready
+        self._is_loops, self._begin, self._next_updates = is_loops, begin, next_updates
+        self._ready, self._left_over = ready, left_over
 
     def __len__(self) -> int:
         if self.micro_batches is None:
@@ -407,21 +405,24 @@ class HostSteps:
         epoch, first = self._begin()
         stream = self.data.epoch(epoch, first=first, last=self.micro_batches)
         if self.micro_batches is None:
-            yield from self._of_stream(stream)
+            yield from self._of_stream(stream, first)
             return
 
-        def draw(number: int) -> Any:
+        def fetch() -> Any:
             try:
-                return self._ready(next(stream), number)
+                return next(stream)
             except StopIteration:
+                asked_for = "its length promised" if self.data.samples is not None else "limit_train_batches asks for"
                 raise PlanError(
-                    f"the training data of epoch {epoch} ended before the {self.micro_batches} micro-batches that its length promised"
+                    f"the training data of epoch {epoch} ended before the {self.micro_batches} micro-batches that {asked_for}"
                 ) from None
 
         try:
             while first < self.micro_batches:
-                yield (host_step := HostStep(draw, self._next_updates()))
-                first += host_step.done * self.plan.micro_batches_per_update  # fewer than it may hold where a signal ended it
+                yield (host_step := HostStep(lambda number: self._ready(fetch(), number), self._next_updates()))
+                first += host_step.done * self.plan.micro_batches_per_update  # fewer than it may hold where it was ended early
+                for _ in range(host_step.done * len(self.data.shard.places) - host_step.drawn):
+                    fetch()  # of a stage in the middle, which looks at the first alone
         finally:
             stream = None  # ends the loader's workers, whoever still holds a handle
 
@@ -441,11 +442,13 @@ class HostSteps:
     def _iterator(self, value: None) -> None:
         self.data.loader._iterator = value
 
-    def _of_stream(self, stream: Iterator[Any]) -> Iterator[HostStep]:
+    def _of_stream(self, stream: Iterator[Any], first: int) -> Iterator[HostStep]:
         """Host steps of one weight update: only what is held in memory is known to be a whole update."""
-        while len(held := deque(islice(stream, self.plan.micro_batches_per_update))) == self.plan.micro_batches_per_update:
+        per_update = self.plan.micro_batches_per_update
+        while len(held := deque(islice(stream, per_update))) == per_update:
             yield HostStep(lambda number, held=held: self._ready(held.popleft(), number), 1)
-            self._count(1)  # Lightning fetches one ahead here: now it takes up the handle just given
+            first += per_update
+        self._left_over(len(held) * self.plan.micro_batch_size + self.data.short_samples, first // per_update)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "data":

@@ -32,7 +32,7 @@ from lightning_ipu.randomness import (
 from lightning_ipu.stand_ins import StandIns, called_modules, is_one_piece
 from lightning_ipu.user_step import LogRecorder, metrics_of, unchanged_metrics
 
-_STEP, _AFTER, _UPDATE = name_word("step"), name_word("after the forward"), name_word("update")
+_STEP, _AFTER, _UPDATE, _HOOK = (name_word(name) for name in ("step", "after the forward", "update", "hook"))
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -108,8 +108,12 @@ class NamedRandomness:
         self.stand_ins.end()
 
     def begin_update(self, update: int) -> None:
-        """Seed the global streams for what follows the micro-batches of a weight update: hooks, and an optimizer that draws."""
+        """Seed the global streams for an optimizer that draws."""
         seed_all(mix(self._seed, _UPDATE, update), self._device)
+
+    def begin_hook(self, update: int, name: str) -> None:
+        """Seed the global streams for a hook in a weight update, whatever was drawn before it."""
+        seed_all(mix(self._seed, _HOOK, update, name_word(name)), self._device)
 
     def _seeded(
         self, module: nn.Module, word: int, seed: Callable[[int, torch.device], None], call: Callable[..., Any], *args: Any, **kwargs: Any

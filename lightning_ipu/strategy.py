@@ -1,7 +1,7 @@
 """IPUStrategy: Lightning's hooks around an engine, and nothing else.
 
-Lightning's loop sees an epoch of micro-batches and receives one handle per host step. Its `optimizer_step` runs the weight updates of that
-step in a tight loop and then moves Lightning's counters, learning-rate schedules and logs as if the loop had made each update itself.
+Lightning's loop sees an epoch of micro-batches and fetches one host step at a time. In place of Lightning's optimisation of a batch its
+weight updates run in a tight loop, which moves Lightning's counters, learning-rate schedules and logs as if the loop had made each itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,11 +28,14 @@ from pytorch_lightning.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
+    ModelPruning,
     OnExceptionCheckpoint,
+    ProgressBar,
+    SpikeDetection,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     WeightAveraging,
 )
-from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
@@ -63,12 +67,12 @@ from lightning_ipu.engine.distributed import (
 )
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.half import SixteenBit
-from lightning_ipu.host_events import events_of, validation_interval
+from lightning_ipu.host_events import batch_hooks, events_of, validation_interval
 from lightning_ipu.launcher import Launcher, let_signals_end
 from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
-from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
+from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
 from lightning_ipu.record import Uses, undisturbed
 from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
@@ -77,6 +81,7 @@ from lightning_ipu.stand_ins import is_one_piece
 from lightning_ipu.user_step import (
     LogRecorder,
     SharedMetrics,
+    contents,
     load_metric_states,
     metric_states,
     metrics_of,
@@ -101,8 +106,9 @@ class TrainingProgress:
     """Where a fit stands; counters move while a host step runs, so that a display can follow them.
 
     `samples_done` counts since the fit began, `updates_done` within the epoch, `run_updates` in the run, those included that were skipped
-    because scaled gradients overflowed. A signal handler that stores its signal's number in
-    `stop_signal` ends the host step after the weight update in flight.
+    because scaled gradients overflowed. `step_updates`, `step_micro_batches` and `step_samples` are those of the host step, over all
+    replicas and processes: what it is to hold in `on_train_batch_start`, what it held in `on_train_batch_end`. A signal handler that
+    stores its signal's number in `stop_signal` ends the host step after the weight update in flight.
     """
 
     updates_per_epoch: int | None = None
@@ -110,8 +116,16 @@ class TrainingProgress:
     updates_done: int = 0
     run_updates: int = 0
     samples_done: int = 0
+    step_updates: int = 0
+    step_micro_batches: int = 0
+    step_samples: int = 0
     latest: dict[str, Any] = field(default_factory=dict)
     stop_signal: int | None = None
+
+    def hold(self, updates: int, plan: Plan) -> None:
+        """Say how many weight updates the host step holds."""
+        self.step_updates, self.step_micro_batches = updates, updates * plan.micro_batches_per_update
+        self.step_samples = self.step_micro_batches * plan.micro_batch_size
 
 
 class IPUStrategy(DDPStrategy):
@@ -216,6 +230,7 @@ class IPUStrategy(DDPStrategy):
         self._agreed_stop: int | None = None
         self.end_by: Callable[[int], None] | None = None  # ends a fit by a signal; None leaves it to Lightning, which saves nothing
         self._between_steps = True  # whether what follows a host step is over: logs, validation
+        self._shown: tuple[list[Any], list[Any]] | None = None  # what the batch held that hooks were given
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
 
     @property
@@ -353,13 +368,13 @@ class IPUStrategy(DDPStrategy):
         check_num_stages(module, self.plan.num_stages)
         self._own_transfer()
         self._exchange(trainer._signal_connector, "_sigterm_notifier_fn", self._hear_sigterm)
+        self._own_epochs(trainer)
         if self._processes is not None:
             for name, parameter in module.named_parameters():
                 if isinstance(parameter, UninitializedParameter):
                     raise PlanError(f"{name!r} has no shape yet, so processes cannot start alike: run a batch through the network first")
             broadcast_state(module)
             self._metrics = SharedMetrics(module, self._processes.gathered)
-            self._own_epochs(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_what_is_compiled(module, recompute=self.recompute, parts=self._processes.parts if self._processes else 1)
             blocks = recompute_blocks(module, self.recompute, self.pipeline_splits)
@@ -386,12 +401,26 @@ class IPUStrategy(DDPStrategy):
                     " or name layers, e.g. recompute=['network.0']"
                 )
             self._own_schedules()
+            self._own_batches(trainer)
             self._make_engine(trainer)
         else:
             self.setup_precision_plugin()
 
+    def _own_batches(self, trainer: Trainer) -> None:
+        """Run host steps where Lightning would optimise on a batch, and let its progress bars follow them."""
+        owners = (*trainer.callbacks, self.lightning_module)
+        self._starters = [type(owner).__name__ for owner in owners if "on_train_batch_start" in batch_hooks(owner)]
+        self._exchange(trainer.fit_loop.epoch_loop.automatic_optimization, "run", self._run_host_step)
+        for bar in trainer.callbacks:
+            if isinstance(bar, ProgressBar):
+                self._exchange(bar, "on_train_batch_end", partial(self._move_bar, bar))
+
+    def _move_bar(self, bar: ProgressBar, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """A bar is told the host step's last micro-batch, other callbacks the first."""
+        type(bar).on_train_batch_end(bar, trainer, module, outputs, batch, trainer.fit_loop.epoch_loop.batch_idx)
+
     def _own_transfer(self) -> None:
-        """Keep Lightning's transfer hooks off the handles; the strategy calls them for every micro-batch, under seeds of its own."""
+        """Keep Lightning's transfer hooks off host steps; the strategy calls them for every micro-batch, under seeds of its own."""
         module = self.lightning_module
         original = LightningModule._on_before_batch_transfer
         self._before_transfer = partial(original, module)
@@ -426,17 +455,22 @@ class IPUStrategy(DDPStrategy):
         clip_value = trainer.gradient_clip_val
         clips = bool(clip_value) or is_overridden("configure_gradient_clipping", module)
         zero_grad = partial(self._user_zero_grad, optimizer) if is_overridden("optimizer_zero_grad", module) else None
-        self._lr_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module) else None
+        self._lr_step = (
+            partial(self._in_hook, "lr_scheduler_step", module.lr_scheduler_step) if is_overridden("lr_scheduler_step", module) else None
+        )
 
         tried, metrics = self.plan.replication_factor == 1, metrics_of(module)
 
-        def numbered_step(batch: Any, number: int) -> Any:
+        def noted_step(batch: Any, number: int) -> Any:
+            self._recorder.begin_batch(batch, number)
+            return step(batch, number) if takes_index else step(batch)
+
+        def shared_step(batch: Any, number: int) -> Any:
             nonlocal tried
-            self._recorder.number = number
             versions = None if tried else [parameter._version for parameter in module.parameters()]
             # The stages before the last leave the step at its call of `self(...)`: what it did before counts on the last one.
             with nullcontext() if self._processes.is_last else undone_unless_finished(self._recorder, metrics):
-                output = step(batch, number) if takes_index else step(batch)
+                output = noted_step(batch, number)
             if versions is not None:
                 tried = True
                 _refuse_changed_parameters(module, versions)
@@ -451,7 +485,7 @@ class IPUStrategy(DDPStrategy):
             "plan": self.plan,
             "module": module,
             "optimizer": optimizer,
-            "step": numbered_step if self._processes else step if takes_index else lambda batch, _: step(batch),
+            "step": shared_step if self._processes else noted_step,
             "context": None if plain else self.precision_plugin.train_step_context,
             "randomness": self._randomness,
             "hooks": {name: self._update_hooks(trainer, f"on_{name}") for name in _UPDATE_HOOKS},
@@ -463,10 +497,16 @@ class IPUStrategy(DDPStrategy):
             "undoes": any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks),
         }
         clip = partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None
+        if is_overridden("configure_gradient_clipping", module):
+            clip = partial(self._in_hook, "configure_gradient_clipping", clip)
+        # Hooks after the reduction in which processes hear of each other's wish to stop.
+        own = any(is_overridden(name, module) for name in ("configure_gradient_clipping", "lr_scheduler_step"))
+        self._late_hooks = own or any(common["hooks"][name] for name in ("after_backward", "before_optimizer_step"))
         if self._processes is None:
             self._engine = LocalEngine(**common, clip=clip)
             return
         common |= {"processes": self._processes, "stop_signal": lambda: self.progress.stop_signal or 0, "on_stop": self._stop}
+        common |= {"should_stop": lambda: trainer.should_stop}
         if self._processes.parts == 1:
             self._engine = DistributedEngine(**common, clip=clip)
             return
@@ -498,10 +538,10 @@ class IPUStrategy(DDPStrategy):
                 raise PlanError(
                     f"the callback {type(callback).__name__} needs the whole network in one process; a pipeline has a stage in each"
                 )
-            if isinstance(callback, BaseFinetuning):
+            if isinstance(callback, (BaseFinetuning, ModelPruning)):
                 raise PlanError(
-                    f"the callback {type(callback).__name__} changes which parameters are trained, for which a pipeline is cut at the start;"
-                    " freeze them before training, or take no more processes than replicas"
+                    f"the callback {type(callback).__name__} changes which parameters there are to train, for which a pipeline is cut at the"
+                    " start; change them before training, or take no more processes than replicas"
                 )
 
     def _cut(self, trainer: Trainer, step: Any, context: Any) -> Partition:
@@ -608,22 +648,32 @@ class IPUStrategy(DDPStrategy):
 
     def _update_hooks(self, trainer: Trainer, name: str) -> list[Any]:
         """What is to be called for one per-update hook: the callbacks' and the module's, where they are overridden."""
-        module = self.lightning_module
-        calls = [partial(getattr(callback, name), trainer, module) for callback in trainer.callbacks if is_overridden(name, callback)]
+        module, calls, alike = self.lightning_module, [], Counter()
+        for callback in trainer.callbacks:
+            if is_overridden(name, callback):
+                kind = type(callback).__qualname__
+                call = partial(getattr(callback, name), trainer, module)
+                calls.append(partial(self._in_hook, name, call, owner=f"{kind} {alike[kind]}"))
+                alike[kind] += 1
         if is_overridden(name, module):
-            calls.append(getattr(module, name))
-        return [partial(self._in_hook, name, call) for call in calls]
+            calls.append(partial(self._in_hook, name, getattr(module, name)))
+        return calls
 
-    def _in_hook(self, name: str, call: Any, *arguments: Any) -> None:
+    def _in_hook(self, name: str, call: Any, *arguments: Any, owner: str = "") -> None:
+        """Call a hook of a weight update; what it draws depends on its name, its owner and the update alone."""
+        streams = torch_streams(self.root_device)
+        self._randomness.begin_hook(self.progress.run_updates, f"{owner} {name}")
         self._recorder.hook = name
         try:
             call(*arguments)
         finally:
             self._recorder.hook = None
+            set_torch_streams(streams, self.root_device)  # the backward pass goes on where the step ended
 
     def _user_zero_grad(self, optimizer: Optimizer) -> None:
-        trainer = self.lightning_module.trainer
-        self.lightning_module.optimizer_zero_grad(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx, optimizer)
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        place = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx
+        self._in_hook("optimizer_zero_grad", module.optimizer_zero_grad, *place, optimizer)
 
     def _count_micro_batch(self) -> None:
         self.progress.samples_done += self.plan.micro_batch_size * self.plan.replication_factor // len(self._replicas)
@@ -764,11 +814,19 @@ class IPUStrategy(DDPStrategy):
         accumulation, replicas = self.plan.gradient_accumulation_factor, self._replicas
         places = range(replicas.start * accumulation, replicas.stop * accumulation)
         if self._processes is not None and not (self._processes.is_first or self._processes.is_last):
-            places = range(0)  # stages in the middle need no data
-        data = TrainingData(dataloader, seed=self.seed, shard=Shard(places=places, per_update=self.plan.micro_batches_per_update))
+            # Stages in the middle need no data, but hooks may want to see the first micro-batch.
+            looks = any(batch_hooks(owner) for owner in (*trainer.callbacks, self.lightning_module))
+            places = places[:1] if looks else range(0)
+        shard = Shard(places=places, per_update=self.plan.micro_batches_per_update)
+        self._training_data = data = TrainingData(dataloader, seed=self.seed, shard=shard)
         self._loaders.append(data.loader)
         if data.is_stream and self._processes is not None:
             raise PlanError("an IterableDataset is trained on by one process only: its samples cannot be shared out; use devices=1")
+        if data.is_stream and data.samples is None and hasattr(data.loader.dataset, "__len__"):
+            rank_zero_info(
+                f"How many micro-batches an epoch of {type(data.loader.dataset).__name__} has is not known beforehand: each of"
+                f" num_workers={data.loader.num_workers} forms its own from its share of the samples. With num_workers=1 it is"
+            )
         if self._processes is not None and len(set(self._processes.gathered(data.fingerprint()))) > 1:
             rank_zero_warn(
                 "the processes see different training data (other samples, or another order): each made its own. Make it, or split it, with a"
@@ -777,7 +835,7 @@ class IPUStrategy(DDPStrategy):
         self.plan = plan = _with(self.plan, micro_batch_size=data.micro_batch_size)
         micro_batches = _trained_micro_batches(trainer, data, plan, limit=self._user_setting("limit_train_batches"))
         self.progress.updates_per_epoch = updates = None if micro_batches is None else micro_batches // plan.micro_batches_per_update
-        if updates is not None:
+        if updates is not None and data.samples is not None:
             self.progress.samples_left_out = data.samples - micro_batches * plan.micro_batch_size
         _check_validation_interval(trainer, updates)
         if self._restored is not None:
@@ -795,9 +853,9 @@ class IPUStrategy(DDPStrategy):
             micro_batches=micro_batches,
             is_loops=self._is_loops,
             begin=self._begin_epoch,
-            next_updates=self._begin_host_step,
-            count=self._count_host_step,
+            next_updates=self._next_updates,
             ready=self._ready,
+            left_over=self._say_left_over,
         )
 
     def _is_loops(self, iterator: Any) -> bool:
@@ -878,6 +936,7 @@ class IPUStrategy(DDPStrategy):
         if self._restored is not None:
             self._resume()
             return
+        self.progress.run_updates = trainer.global_step + (self._scaling.skipped if self._scaling else 0)
         position = trainer.fit_loop.epoch_loop.batch_progress
         if self.progress.updates_per_epoch is None and position.is_last_batch:
             # Resumed at the end of a stream's epoch. Not knowing its length, Lightning would go on counting in the old one, and the host
@@ -895,18 +954,40 @@ class IPUStrategy(DDPStrategy):
         if self._events.reduction:
             rank_zero_info(self._events.reduction)
 
-    def _begin_host_step(self) -> int:
-        """Called when Lightning draws a host step: its weight updates, counted at once in Lightning's numbers of micro-batches."""
+    def _say_left_over(self, samples: int, updates: int) -> None:
+        """Called at the end of an epoch of a stream of unknown length, which is when these numbers are known."""
+        if updates == 0:
+            raise PlanError(
+                f"the training stream gave {samples} samples, fewer than one weight update needs: {self.plan.factors()}."
+                " Lower one of these factors, or give more samples"
+            )
+        if samples and samples != self.progress.samples_left_out:
+            rank_zero_info(
+                f"{samples} samples of the stream were left out of epoch {self._epoch}: it held {updates} whole weight updates"
+                f" ({self.plan.factors()})."
+            )
+        self.progress.samples_left_out = samples
+
+    def _next_updates(self) -> int:
+        """Called when Lightning fetches a host step: its weight updates, as so many micro-batches fetched."""
         trainer = self.lightning_module.trainer
-        self._between_steps = True
         updates = self._events.updates_until_due(run_update=trainer.global_step, epoch_update=self.progress.updates_done)
-        self._count_host_step(updates)
+        if trainer.should_stop:  # it may not stop yet, and looks after every update whether it may
+            updates = 1
+        trainer.fit_loop._data_fetcher.fetched += updates * self.plan.micro_batches_per_update - 1  # Lightning itself counts one
         return updates
 
-    def _count_host_step(self, updates: int) -> None:
-        extra = updates * self.plan.micro_batches_per_update - 1  # Lightning itself counts the handle as one
-        self._move_batch_progress(extra)
-        self.lightning_module.trainer.fit_loop._data_fetcher.fetched += extra
+    def _begin_host_step(self, host_step: HostStep) -> Any:
+        """Called when Lightning takes a host step up; returns what its hooks get: the first micro-batch here, as it is."""
+        self._between_steps, self._host_step = True, host_step
+        self.progress.hold(host_step.weight_updates, self.plan)
+        data = self._training_data
+        if not data.shard.places:
+            return ()  # a stage in the middle, where nobody looks
+        with preserved_streams(self.root_device) if self._transfers or data.draws_here else nullcontext():
+            batch = host_step.first()
+        self._shown = contents(batch) if self._starters and self.progress.step_micro_batches > 1 else None
+        return batch
 
     def _move_batch_progress(self, micro_batches: int) -> None:
         progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
@@ -918,14 +999,15 @@ class IPUStrategy(DDPStrategy):
 
     def _ready(self, batch: Any, number: int) -> Any:
         """A micro-batch of a host step through the transfer hooks, under seeds of its own."""
+        if batch is None:
+            raise PlanError("the collate_fn of the training loader gave None for a micro-batch; each one counts in its weight update")
         if not self._transfers:
             return batch
         module = self.lightning_module
-        trainer = module.trainer
         batch = self.precision_plugin.convert_input(batch)
         accumulation, replicas = self.plan.gradient_accumulation_factor, self._replicas
         replica, micro_batch = divmod(number % (len(replicas) * accumulation), accumulation)
-        place = trainer.global_step, replicas.start + replica, micro_batch
+        place = self.progress.run_updates, replicas.start + replica, micro_batch
         seed_all(mix(self.seed, _TRANSFER, *place), self.root_device)
         batch = self._before_transfer(batch)
         return module._apply_batch_transfer_handler(batch, device=self.root_device, dataloader_idx=0)
@@ -933,8 +1015,7 @@ class IPUStrategy(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         if type(batch) is HostStep:
-            batch.shown = True
-            return batch
+            return self._begin_host_step(batch)
         if batch is None:  # one that only fills up the last round
             return None
         if not self._user_transfers:
@@ -953,17 +1034,24 @@ class IPUStrategy(DDPStrategy):
 
     # ---- Training -----------------------------------------------------------------------------------------------------------
 
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: LightningModule | None = None, **kwargs: Any) -> Any:
-        """Run one host step: its weight updates in a tight loop. Lightning's closure is not run; its result is set."""
-        trainer = self.lightning_module.trainer
+    def _run_host_step(self, optimizer: Optimizer, batch_idx: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Run the weight updates of the host step that was begun in a tight loop, in place of Lightning's optimisation of a batch.
+
+        Returns:
+            What hooks get as the step's outputs: of the first micro-batch here.
+        """
+        trainer, host_step = self.lightning_module.trainer, self._host_step
         epoch_loop = trainer.fit_loop.epoch_loop
-        handle = trainer._results.batch
         recorder, progress, engine, schedules = self._recorder, self.progress, self._engine, self._schedules
-        recorder.weight = self.plan.micro_batch_size
+        recorder.drawn = self.plan.micro_batch_size
         per_update = self.plan.micro_batches_per_update
         first_update = progress.updates_done
-        run_update = trainer.global_step + (self._scaling.skipped if self._scaling else 0)  # one that is skipped has a number as well
+        self._move_batch_progress(host_step.weight_updates * per_update - 1)  # Lightning itself counts one
+        if self._shown is not None and contents(kwargs["batch"])[0] != self._shown[0]:
+            raise PlanError(
+                f"on_train_batch_start of {' or '.join(self._starters)} changes the batch, which is one of the"
+                f" {progress.step_micro_batches} micro-batches of the host step. Change each of them in on_after_batch_transfer"
+            )
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
         self._agreed_stop = None
         if self._processes is not None:
@@ -971,14 +1059,16 @@ class IPUStrategy(DDPStrategy):
 
         try:
             with preserved_streams(self.root_device), recorder.recording():
-                for done in range(handle.weight_updates):
+                for done in range(host_step.weight_updates):
                     recorder.update = done
                     loss, extra, made = engine.weight_update(
-                        handle.take, update=run_update + done, first_micro_batch=(first_update + done) * per_update
+                        host_step.take, update=progress.run_updates, first_micro_batch=(first_update + done) * per_update
                     )
+                    if done == 0:
+                        outputs = {"loss": loss, **extra}
                     progress.updates_done += 1
                     progress.run_updates += 1
-                    handle.done = done + 1
+                    host_step.done = done + 1
                     if made:
                         steps.increment_ready()
                         steps.increment_completed()
@@ -986,31 +1076,37 @@ class IPUStrategy(DDPStrategy):
                             if steps.current.completed % frequency == 0:
                                 self._lr_step(schedule, None) if self._lr_step else schedule.step()
                     # With several processes a signal of this moment waits: the others could not know of it.
-                    if self.agreed_stop is not None:
+                    if self._should_stop(trainer) or self.agreed_stop is not None:
                         break
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
-            self._move_batch_progress((progress.updates_done - first_update - handle.weight_updates) * per_update + 1)
+            self._move_batch_progress((progress.updates_done - first_update - host_step.weight_updates) * per_update + 1)
             epoch_loop.batch_progress.is_last_batch = False
             engine.undo()
             raise
         done += 1
-        for counts in (steps.total, steps.current):  # Lightning itself counts one
-            counts.ready -= 1
-            counts.completed -= 1
+        progress.hold(done, self.plan)
         if self._processes is not None and (first_update == 0 or epoch_loop.batch_progress.is_last_batch):
             self._processes.check_alike(self.lightning_module, optimizer, holds=self.holds)
-        self._settle(trainer, epoch_loop, handle, done)
+        self._settle(trainer, epoch_loop, done - host_step.weight_updates, done)
         if self._agreed_stop is not None and self.end_by is None:
             trainer._signal_connector.received_sigterm = True
         self._between_steps = False
-        closure._result = ClosureResult(closure_loss=loss, extra=extra)
-        return loss
+        return outputs
 
-    def _settle(self, trainer: Trainer, epoch_loop: Any, handle: HostStep, done: int) -> None:
+    def _should_stop(self, trainer: Trainer) -> bool:
+        """Whether `trainer.should_stop` has been set: after the same weight update in every process, whichever of them has set it."""
+        if self._processes is not None:
+            stops = self._engine.asked_to_stop
+            if self._late_hooks:
+                stops = bool(self._processes.largest(int(trainer.should_stop)))
+            trainer.should_stop |= stops
+            return stops
+        return trainer.should_stop
+
+    def _settle(self, trainer: Trainer, epoch_loop: Any, missing: int, done: int) -> None:
         """Bring Lightning's counters and logs to where they would be had its loop made these weight updates one by one."""
-        per_update = self.plan.micro_batches_per_update
-        if done < handle.weight_updates:  # stopped by a signal: what was not trained on is still to come
-            undone = (done - handle.weight_updates) * per_update
+        if missing:  # ended early: what was not trained on is still to come
+            undone = missing * self.plan.micro_batches_per_update
             self._move_batch_progress(undone)
             fetcher = trainer.fit_loop._data_fetcher
             fetcher.fetched, fetcher.done, epoch_loop.batch_progress.is_last_batch = fetcher.fetched + undone, False, False
@@ -1026,18 +1122,20 @@ class IPUStrategy(DDPStrategy):
                 connector.log_metrics({**_as_tensors(row), "epoch": torch.tensor(trainer.current_epoch)}, step=first + update)
                 self._logged_in_epoch = True
         self._logged_in_epoch |= connector.should_update_logs
-        ends = epoch_loop.batch_progress.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+        ends = epoch_loop.batch_progress.is_last_batch or trainer.global_step == trainer.max_steps
         if self._events.logs_are_given:
-            ends &= trainer.global_step + 1 == trainer.max_steps or trainer.current_epoch + 1 == trainer.max_epochs
+            ends &= trainer.global_step == trainer.max_steps or trainer.current_epoch + 1 == trainer.max_epochs
         if ends and every and row and not self._logged_in_epoch:
             connector.log_metrics(_as_tensors(row))  # a short epoch still shows one training loss
 
     # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 
     def _own_epochs(self, trainer: Trainer) -> None:
-        """Where several processes run: be called before and after the hooks of an epoch's end, and around what evaluates."""
+        """Be called before an epoch ends and, where several processes run, after the hooks of its end and around what evaluates."""
         connector = trainer._logger_connector
         self._exchange(connector, "epoch_end_reached", partial(self._epoch_end_reached, connector))
+        if self._process_count == 1:
+            return
         self._exchange(connector, "on_epoch_end", partial(self._epoch_ended, connector))
         self._told_apart: set[str] = set()
         for loop in _evaluation_loops(trainer):
@@ -1045,9 +1143,12 @@ class IPUStrategy(DDPStrategy):
             self._exchange(loop, "_evaluation_step", partial(self._evaluate_batch, loop))
 
     def _epoch_end_reached(self, connector: Any) -> None:
-        """However an epoch ends, and after every evaluation loader: merge the metrics, before any hook and any logger reads them."""
+        """However an epoch ends, and after every evaluation loader: tell Lightning what was logged, and merge the metrics of processes."""
+        if name := self._evaluation.pop("untold", None):
+            self._evaluation["recorder"].replay(name)
         type(connector).epoch_end_reached(connector)
-        self._metrics.share()
+        if self._processes is not None:
+            self._metrics.share()
 
     def _epoch_ended(self, connector: Any) -> None:
         """After the hooks of an epoch's end: say which logged values are not the same in every process."""
@@ -1118,13 +1219,12 @@ class IPUStrategy(DDPStrategy):
         if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
             return step(batch)  # the step draws its batches itself and must give their sizes to self.log
         one_by_one = loop._is_sequential and loop.max_batches[dataloader_idx] != float("inf")
-        last = batch_idx + 1 >= loop.max_batches[dataloader_idx] if one_by_one else True
         loader = loop._combined_loader.flattened[dataloader_idx]
-        recorder.weight = getattr(loader, "size", None) if one_by_one and isinstance(loader, EvaluationData) else None
+        recorder.drawn = getattr(loader, "size", None) if one_by_one and isinstance(loader, EvaluationData) else None
         index, count = self._evaluation_share
-        recorder.number = batch_idx * count + index
+        recorder.begin_batch(batch, batch_idx * count + index)
         output = None
-        if recorder.weight != 0:  # a batch that only fills up the last round is not scored
+        if recorder.drawn != 0:  # a batch that only fills up the last round is not scored
             arguments = [batch]
             if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2):
                 arguments.append(recorder.number)
@@ -1137,8 +1237,10 @@ class IPUStrategy(DDPStrategy):
                     output = step(*arguments)
         if batch_idx == 0:
             self._evaluation["every batch"] = any(gather(recorder.wants_steps)) if processes else False
-        if last or self._evaluation["every batch"] or not processes and (recorder.weight is None or recorder.wants_steps):
+        if self._evaluation["every batch"] or not processes and recorder.wants_steps:
             recorder.replay(name)
+        else:
+            self._evaluation["untold"] = name
         return output
 
     def _pipeline_step(self, step: Any, loader: EvaluationData, dataloader_idx: int) -> Any:
@@ -1266,19 +1368,24 @@ def _as_tensors(row: dict[str, float]) -> dict[str, torch.Tensor]:
 def _trained_micro_batches(trainer: Trainer, data: TrainingData, plan: Plan, *, limit: int | float) -> int | None:
     """Micro-batches trained on in an epoch: whole weight updates within `limit_train_batches`; None for a stream of unknown length."""
     available = data.micro_batches
+    samples = f"{data.samples} samples"
     if trainer.fast_dev_run:
         limit = trainer.fast_dev_run * plan.micro_batches_per_update  # so many weight updates
     if available is None:
-        if limit != 1.0 or isinstance(limit, int):
-            raise PlanError(f"limit_train_batches={limit} needs a data set with a length; {type(data.loader.dataset).__name__} has none")
-        return None
+        if isinstance(limit, float) and limit != 1.0:
+            raise PlanError(
+                f"limit_train_batches={limit} needs a data set with a length; {type(data.loader.dataset).__name__} has none: give a number"
+                " of micro-batches"
+            )
+        if isinstance(limit, float):
+            return None
+        available, samples = float("inf"), "a stream"
     within = min(available, limit) if isinstance(limit, int) else int(available * limit)
     micro_batches = within - within % plan.micro_batches_per_update
     if micro_batches == 0:
         cause = f"limit_train_batches={limit} leaves {within} micro-batches of" if within < available else "the training set has"
         raise PlanError(
-            f"{cause} {data.samples} samples, fewer than one weight update needs: {plan.factors()}."
-            " Lower one of these factors, or give more samples"
+            f"{cause} {samples}, fewer than one weight update needs: {plan.factors()}. Lower one of these factors, or give more samples"
         )
     trainer.limit_train_batches = micro_batches if limit != 1.0 else 1.0  # Lightning applies it once more: to what is left
     return micro_batches
@@ -1335,6 +1442,13 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
             raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")
+        plan = strategy.plan
+        each_sees_all = plan.gradient_accumulation_factor == 1 and plan.replication_factor == strategy._process_count
+        if isinstance(callback, (SpikeDetection, ThroughputMonitor)) and not each_sees_all:
+            raise PlanError(
+                f"the callback {type(callback).__name__} would see one of the {plan.micro_batches_per_update} micro-batches of a weight update"
+                " (gradient_accumulation_factor x replication_factor); it needs 1 in each process. trainer.strategy.progress counts samples"
+            )
 
 
 def _refuse_what_is_compiled(module: LightningModule, *, recompute: bool | list[str], parts: int) -> None:

@@ -7,9 +7,10 @@ samples, in float64 and in the order in which they came, and one real `self.log`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import zip_longest
 from numbers import Number
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.data import extract_batch_size
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torchmetrics import Metric
 
@@ -63,7 +66,8 @@ class _Average:
 
 
 # hook, name, value, options, weight, weight update in the host step, micro-batch in the epoch
-_Record = tuple[str | None, str, Any, dict[str, Any], float | None, int, int]
+_Record = tuple[str | None, str, Any, dict[str, Any], float, int, int]
+_Call = tuple[Any, float, int, int]  # the last four but for the options
 Gather = Callable[[Any], list[Any]]
 # hook, name, options, sums of an average, path of a metric
 _Saved = tuple[str, str, dict[str, Any], dict[str, float] | None, str | None]
@@ -91,8 +95,10 @@ class LogRecorder:
     ) -> None:
         self.module, self._gather, self._speaker = module, gather, speaker
         self.latest = {} if latest is None else latest
-        self.weight: int | None = None
+        self.drawn: int | None = None  # samples that a sampler gave for the micro-batch
         self.update, self.number = 0, 0  # of the weight update in the host step, of the micro-batch in the epoch
+        self._batch: Any = None
+        self._size: int | None = None
         self.hook: str | None = None
         self.muted = self._recording = False
         self._records: list[_Record] = []
@@ -100,6 +106,10 @@ class LogRecorder:
         self._options: dict[tuple[str, str], dict[str, Any]] = {}
         self._results: dict[tuple[str, str], Any] = {}
         self._metrics: dict[tuple[str, str], Metric] = {}
+
+    def begin_batch(self, batch: Any, number: int) -> None:
+        """Called before the step runs on a micro-batch."""
+        self.number, self._batch, self._size = number, batch, None
 
     def begin_epoch(self) -> None:
         """Forget the averages of the last epoch."""
@@ -165,16 +175,25 @@ class LogRecorder:
         if self._gather is not None:  # what Lightning is told is over all processes already
             options.pop("sync_dist", None)
         weight = options.pop("batch_size", None)
-        weight = self.weight if weight is None else weight
+        if weight is None:
+            weight = self._weight()
         self.latest[name] = value
         if isinstance(value, torch.Tensor):
             # Its value now: it may be changed in place, a parameter by the optimizer. An accelerator is not waited for.
-            is_number = value.is_cpu and weight is not None and value.numel() == 1
+            is_number = value.is_cpu and value.numel() == 1
             self.latest[name] = value = value.item() if is_number else value.detach().clone()
         elif isinstance(value, Metric):
             value = _Forwarded(value, value._forward_cache)
             self.latest[name] = value.step
         self._records.append((self.hook, name, value, options, weight, self.update, self.number))
+
+    def _weight(self) -> int:
+        """Samples in the micro-batch; hooks of a weight update, which see none, weigh all alike."""
+        if self.hook is not None:
+            return self.drawn
+        if self._size is None:
+            self._size = samples_in(self._batch, self.drawn)
+        return self._size
 
     @property
     def wants_steps(self) -> bool:
@@ -196,15 +215,15 @@ class LogRecorder:
         if self._gather is not None:  # the others', too: in a pipeline the first process has no loss of its own
             records = self._gathered()
             self.latest.update({name: value.step if isinstance(value, _Forwarded) else value for _, name, value, *_ in records})
-        calls: dict[tuple[str, str], list[tuple[Any, float | None, int]]] = {}
-        for hook, name, value, options, weight, update, _ in records:
+        calls: dict[tuple[str, str], list[_Call]] = {}
+        for hook, name, value, options, *rest in records:
             key = hook or step_hook, name
             if self._options.setdefault(key, options) != options:
                 raise PlanError(f"self.log({name!r}, ...) was called in {key[0]} with different options; one name needs one set of options")
-            calls.setdefault(key, []).append((value, weight, update))
+            calls.setdefault(key, []).append((value, *rest))
         self._records.clear()
 
-        updates = 1 + max((update for records in calls.values() for _, _, update in records), default=-1)
+        updates = 1 + max((update for records in calls.values() for _, _, update, _ in records), default=-1)
         rows: list[dict[str, float]] = [{} for _ in range(updates)]
         fx_before = self.module._current_fx_name
         try:
@@ -225,8 +244,6 @@ class LogRecorder:
                 value = paths[id(value.metric)], None if value.step is None else value.step.cpu()
             else:
                 (value,) = _floats(name, [value])
-                if weight is None:
-                    raise PlanError(f"self.log({name!r}, ...) needs batch_size=... where several processes evaluate this kind of loader")
             portable.append((hook, name, value, options, weight, update, number))
         everyone = self._gather(portable)
         # The processes of the first replica, whose last is the speaker; a loss is there only.
@@ -248,29 +265,25 @@ class LogRecorder:
             for hook, name, value, *rest in records
         ]
 
-    def _tell(self, hook: str, name: str, records: list[tuple[Any, float | None, int]], rows: list[dict[str, float]]) -> None:
+    def _tell(self, hook: str, name: str, records: list[_Call], rows: list[dict[str, float]]) -> None:
         options = self._options[hook, name]
         if isinstance(records[-1][0], _Forwarded):
             self._metrics[hook, name] = records[-1][0].metric
             LightningModule.log(self.module, name, records[-1][0].metric, **options)
             result = self._result_of(hook, name, options)
             meta, result._forward_cache = result.meta, records[-1][0].step  # the metric's own is of the last step in this process
-            for value, _, update in records:
+            for value, _, update, _ in records:
                 if meta.on_step and meta.logger and value.step is not None:
                     rows[update][meta.forked_name(on_step=True)] = float(value.step)
             return
-        weights = [weight for _, weight, _ in records]
-        if None in weights:  # a loader that does not tell its batch sizes: Lightning's own guess, call by call
-            for value, weight, _ in records:
-                LightningModule.log(self.module, name, value, batch_size=weight, **options)
-            return
-
-        values = _floats(name, [value for value, _, _ in records])
+        values = _floats(name, [value for value, *_ in records])
         per_update: defaultdict[int, _Average] = defaultdict(_Average)
         total = self._sums.setdefault((hook, name), _Average())
-        for value, (_, weight, update) in zip(values, records, strict=True):
+        places = [place for _, _, *place in records]
+        for value, (_, weight, update, _), place, following in zip(values, records, places, [*places[1:], None], strict=True):
             total.add(value, weight)
-            per_update[update].add(value, weight)
+            if place != following:  # of several calls in one step its value is the last, as Lightning has it
+                per_update[update].add(value, weight)
 
         kind = _kind(options.get("reduce_fx", "mean"))
         steps = {update: average.reduced(kind) for update, average in per_update.items()}
@@ -304,6 +317,56 @@ class LogRecorder:
         results = self.module.trainer._results
         suffix = f".{results.dataloader_idx}" if options.get("add_dataloader_idx", True) and results.dataloader_idx is not None else ""
         return results[f"{hook}.{name}{suffix}"]
+
+
+def samples_in(batch: Any, drawn: int | None) -> int:
+    """Samples in a batch: those that were drawn, if anything in it is that long; else what Lightning makes of it.
+
+    A collate_fn may leave samples out. Lightning's guess alone, the length of the first tensor, takes the time steps of a batch that has
+    them first.
+    """
+    if drawn is not None and any(length == drawn for length in _lengths(batch)):
+        return drawn
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:  # holds no tensor
+        if drawn is None:
+            raise
+        return drawn
+
+
+def _lengths(value: Any, *, outermost: bool = True) -> Iterator[int]:
+    """Of the tensors in a batch, and of the lists inside it."""
+    if isinstance(value, torch.Tensor):
+        yield len(value) if value.dim() else 1
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _lengths(item, outermost=False)
+    elif isinstance(value, (list, tuple)):
+        if not outermost:
+            yield len(value)
+        for item in value:
+            yield from _lengths(item, outermost=False)
+    elif is_dataclass(value):
+        for place in fields(value):
+            yield from _lengths(getattr(value, place.name), outermost=False)
+
+
+def contents(batch: Any) -> tuple[list[Any], list[Any]]:
+    """What is in a batch and how often each tensor has been changed in place, to be compared later; and the things themselves, kept."""
+    things = list(_things(batch))
+    return [(id(thing), getattr(thing, "_version", None)) for thing in things], things
+
+
+def _things(value: Any, depth: int = 8) -> Iterator[Any]:
+    yield value
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        value = list(vars(value).values())
+    if isinstance(value, (list, tuple)) and depth:
+        for item in value:
+            yield from _things(item, depth - 1)
 
 
 def _kind(reduce_fx: Any) -> str:

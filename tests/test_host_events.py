@@ -61,6 +61,8 @@ def test_a_reduction_is_said_in_one_line(events, line):
 class Ends(Net):
     """Notes after how many weight updates Lightning's loop was returned to."""
 
+    once_per_host_step = True
+
     def __init__(self, **options):
         super().__init__(**options)
         self.ends = []

@@ -1,9 +1,12 @@
 """Which sample comes next, with which randomness, and what a loop sees of it."""
 
+import copy
 import gc
+import io
 import multiprocessing
 import os
 import random
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -234,8 +237,9 @@ def test_the_users_random_streams_are_as_they_were_after_every_host_step_and_aft
     seen = []
 
     class Watch(pl.Callback):
+        once_per_host_step = True
+
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            batch[0].sum()  # looking at the batch draws it
             seen.append(streams())
 
         def on_train_batch_end(self, *_):
@@ -379,77 +383,185 @@ def test_a_stream_is_validated_every_so_many_weight_updates_from_its_first_epoch
     assert module.at == validated
 
 
-def test_limits_on_a_stream_without_length_are_refused():
-    for limit in (1, 2, 0.5):
-        with pytest.raises(PlanError, match=f"limit_train_batches={limit} needs a data set with a length"):
-            fit(Ledger(), DataLoader(Stream(8), batch_size=1), limit_train_batches=limit)
+def test_a_limit_gives_a_stream_without_length_its_epochs():
+    class Scheduled(Ledger):
+        def configure_optimizers(self):
+            self.updates = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    module = Scheduled()
+    trainer = fit(module, DataLoader(Stream(1 << 40), batch_size=2), A=2, D=4, limit_train_batches=7, max_epochs=2)
+    assert module.seen == [[2 * k, 2 * k + 1] for k in range(6)] * 2 and trainer.global_step == module.updates == 6
+    assert trainer.limit_train_batches == 7
+    assert fit(Ledger(), DataLoader(Stream(1 << 40)), A=3, fast_dev_run=2).global_step == 2
+
+    with pytest.raises(PlanError, match="limit_train_batches=0.5 needs a data set with a length.* give a number of micro-batches"):
+        fit(Ledger(), DataLoader(Stream(8)), limit_train_batches=0.5)
+    with pytest.raises(PlanError, match="limit_train_batches=1 leaves 1 micro-batches of a stream"):
+        fit(Ledger(), DataLoader(Stream(8)), A=2, limit_train_batches=1)
+    with pytest.raises(PlanError, match="ended before the 9 micro-batches that limit_train_batches asks for"):
+        fit(Ledger(), DataLoader(Stream(8)), limit_train_batches=9)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [(Stream, 0), (Stream, 1), (SizedStream, 1), (SizedStream, 2)])
+def test_the_samples_that_a_stream_has_over_are_said(kind, workers, caplog):
+    """19 samples in micro-batches of 2, A = 2: four updates and 3 over; two workers have 10 and 9, so five and four micro-batches."""
+    module = Ledger()
+    with caplog.at_level("INFO", logger="pytorch_lightning.utilities.rank_zero"):
+        trainer = fit(module, DataLoader(kind(19), batch_size=2, num_workers=workers), A=2, D=8, max_epochs=2)
+    said = [message for message in caplog.messages if "left out of" in message]
+    assert trainer.global_step == 8 and len(said) == 1 and said[0].startswith("3 samples") and "4 whole weight updates" in said[0]
+    assert ("SizedStream has is not known" in caplog.text) == (workers == 2)
+
+
+def test_a_stream_too_short_for_one_update_is_an_error():
+    for workers in (0, 2):
+        with pytest.raises(PlanError, match="stream gave 7 samples, fewer than one weight update needs: micro-batch 2 x .*factor 4"):
+            fit(Ledger(), DataLoader(Stream(7), batch_size=2, num_workers=workers), A=4)
 
 
 # ---- What hooks see ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "nested"])
-@pytest.mark.parametrize("D", [1, 3])
-def test_callbacks_see_the_last_micro_batch_as_what_it_is(kind, D):
-    make = {
-        "tensor": lambda k: k,
-        "tuple": lambda k: (k, -k),
-        "dict": lambda k: {"x": k, "y": -k},
-        "nested": lambda k: {"x": (k, {"z": k}), "y": -k},
-    }[kind]
+class Record(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
 
-    class Numbers(Dataset):
-        def __len__(self):
-            return 12
 
-        def __getitem__(self, index):
-            return make(torch.tensor(float(index)))
+class Sample(dict):
+    """A batch of the user's own."""
 
-    def values(batch):
-        if kind == "tensor":
-            assert isinstance(batch, torch.Tensor) and batch.shape == (2,)
-            assert torch.equal(torch.add(batch, 1), batch + 1) and float(batch.sum()) == float(torch.sum(batch))
-            return [value.item() for value in batch]
-        if kind == "tuple":
-            assert isinstance(batch, (list, tuple)) and len(batch) == 2
-            x, y = batch
-            assert torch.equal(x, -batch[1]) and torch.equal(y, -x)
-            return x.tolist()
-        assert isinstance(batch, dict) and set(batch) == {"x", "y"} == set(batch.keys()) and "x" in batch and batch.get("q") is None
-        return (-batch["y"]).tolist()
 
-    seen = []
+def first_tensor(batch):
+    while not isinstance(batch, torch.Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return batch
+
+
+@pytest.mark.parametrize("plan", [{}, {"A": 2}, {"R": 2, "A": 2, "D": 3}, {"D": 3, "drawing": True}], ids=str)
+def test_hooks_get_the_first_micro_batch_as_it_is_and_its_number_and_outputs(plan):
+    """Whatever the batch is made of; every other micro-batch is trained on as well, once."""
+    plan = dict(plan)
+    drawing, per_update = plan.pop("drawing", False), plan.get("A", 1) * plan.get("R", 1)
+    updates = plan.get("D", 1)
 
     class Look(pl.Callback):
+        once_per_host_step = True
+
+        def __init__(self):
+            self.seen, self.counts = [], []
+
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            seen.append(("start", batch_idx, values(batch)))
+            copied = copy.deepcopy(batch)
+            assert type(copied) is type(batch) is not HostStep
+            self.seen.append((batch_idx, copied))
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            seen.append(("end", batch_idx, values(batch)))
-            module.log("seen", float(sum(values(batch))), on_step=True, on_epoch=True)
+            torch.save(batch, io.BytesIO())
+            before = self.seen[-1]
+            assert before[0] == batch_idx and torch.equal(first_tensor(batch), first_tensor(before[1]))
+            assert torch.equal(outputs["seen"], first_tensor(batch))
+            progress = trainer.strategy.progress
+            self.counts.append((progress.step_updates, progress.step_micro_batches, progress.step_samples))
 
     class Any(Ledger):
         def training_step(self, batch, batch_idx):
-            self.seen.append(values(batch))
-            return self.w * 1.0
+            self.seen.append((batch_idx, first_tensor(batch).tolist()))
+            return {"loss": self.w * 1.0, "seen": first_tensor(batch)}
 
-    module = Any()
-    trainer = fit(module, DataLoader(Numbers(), batch_size=2), D=D, callbacks=Look())
-    assert module.seen == [[2 * k, 2 * k + 1] for k in range(6)]
-    numbers = range(6) if D == 1 else (2, 5)
-    first = {k: k if D == 1 else k - 2 for k in numbers}
-    expected = [[("start", k, module.seen[first[k]]), ("end", k, module.seen[k])] for k in numbers]
-    assert seen == sum(expected, [])
-    assert trainer.callback_metrics["seen_epoch"] == pytest.approx(sum(sum(module.seen[k]) for k in numbers) / len(numbers))
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            if drawing:
+                torch.rand(1)
+            return batch
+
+    for collate in (
+        torch.stack,
+        lambda x: [torch.stack(x), 1],
+        lambda x: {"x": torch.stack(x)},
+        lambda x: Record(torch.stack(x), torch.stack(x)),
+        lambda x: Sample(x=torch.stack(x)),
+        lambda x: [[torch.stack(x), {"z": "name"}]],
+    ):
+        module, look = Any(), Look()
+        data = TensorDataset(torch.arange(24.0))
+        fit(module, DataLoader(data, batch_size=2, collate_fn=lambda rows, c=collate: c([x for (x,) in rows])), callbacks=look, **plan)
+        assert module.seen == [(k, [2 * k, 2 * k + 1]) for k in range(12)]
+        assert [number for number, _ in look.seen] == list(range(0, 12, per_update * updates))
+        assert all(first_tensor(batch).tolist() == [2 * number, 2 * number + 1] for number, batch in look.seen)
+        assert look.counts == [(updates, per_update * updates, 2 * per_update * updates)] * (12 // per_update // updates)
 
 
-def test_a_handle_gives_its_micro_batches_one_at_a_time():
+def test_a_hook_may_change_the_batch_only_where_it_is_the_only_one():
+    class Doubling(pl.Callback):
+        once_per_host_step = True
+
+        def __init__(self, change):
+            self.change = change
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            self.change(batch)
+
+    def replaced(batch):
+        batch[0] = batch[0] * 2
+
+    class Named(Ledger):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(first_tensor(batch), batch_idx)
+
+    def named(rows):
+        return Sample({0: torch.stack([x for (x,) in rows])})
+
+    refusal = "on_train_batch_start of Doubling changes the batch, which is one of the 2 .*on_after_batch"
+    for change, options in ((lambda batch: batch[0].mul_(2), {}), (replaced, {}), (replaced, {"collate_fn": named})):
+        module, data = Named(), numbered(4, **options)
+        fit(module, data, callbacks=Doubling(change))
+        assert module.w.item() == -2 * (0 + 1 + 2 + 3)
+        for plan in ({"A": 2}, {"R": 2}, {"D": 2}):
+            with pytest.raises(PlanError, match=refusal):
+                fit(Named(), data, callbacks=Doubling(change), **plan)
+
+
+def test_a_micro_batch_of_none_is_an_error():
+    with pytest.raises(PlanError, match="collate_fn of the training loader gave None"):
+        fit(Ledger(), DataLoader(TensorDataset(torch.arange(4.0)), collate_fn=lambda rows: None if rows[0][0] == 3 else rows[0][0]), A=2)
+
+
+def test_a_host_step_gives_its_micro_batches_one_at_a_time():
     drawn = []
-    handle = HostStep(lambda number: drawn.append(number) or torch.tensor(number), 2)
-    assert isinstance(handle, HostStep) and drawn == []
-    assert int(handle.sum()) == 0 and drawn == [0]
-    assert [int(handle.take()) for _ in range(3)] == [0, 1, 2] and drawn == [0, 1, 2]
-    assert handle.taken == 3 and int(handle) == 2 and float(3 - handle * 2) == -1
+    host_step = HostStep(lambda number: drawn.append(number) or number, 2)
+    assert drawn == [] and host_step.first() == 0 and drawn == [0]
+    assert [host_step.take() for _ in range(3)] == [0, 1, 2] == drawn and host_step.drawn == 3
+
+
+# ---- Workers ----------------------------------------------------------------------------------------------------------------------
+
+
+class Opened(Dataset):
+    """Must be opened in each worker, as a file would be."""
+
+    handle = None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        assert torch.utils.data.get_worker_info().dataset is self
+        return torch.tensor(float(index == self.handle))
+
+
+def opened(worker):
+    torch.utils.data.get_worker_info().dataset.handle = 3
+
+
+def test_a_worker_init_fn_reaches_the_users_data_set():
+    class Validated(Ledger):
+        def validation_step(self, batch, batch_idx):
+            self.log("value", batch.mean())
+
+    data = DataLoader(Opened(), batch_size=2, num_workers=1, worker_init_fn=opened)
+    module = Validated()
+    trainer = fit(module, data, data, A=2, num_sanity_val_steps=0)
+    assert module.seen == [[0, 0], [0, 1], [0, 0], [0, 0]] and trainer.callback_metrics["value"] == 1 / 8
 
 
 # ---- Evaluation -------------------------------------------------------------------------------------------------------------------

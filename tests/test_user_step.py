@@ -6,12 +6,12 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from runs import Ledger, Net, blocks, classes, csv_logger, csv_rows, fit, loader, make_trainer, numbered
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from torchmetrics import ClasswiseWrapper, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_ipu.plan import PlanError
-from lightning_ipu.user_step import SharedMetrics, metric_states, names_apart
+from lightning_ipu.user_step import SharedMetrics, metric_states, names_apart, samples_in
 
 PLANS = [{}, {"A": 3}, {"R": 3, "D": 2}, {"D": 16}]
 
@@ -374,3 +374,126 @@ def test_shared_metrics_are_merged_once_and_go_on_from_their_own():
     module.classwise.reset()
     shared.begin()
     assert module.total.sum_value == 0 and module.classwise.metric.tp.sum() == 0
+
+
+# ---- Samples, and calls in a step -------------------------------------------------------------------------------------------------
+
+
+class Left(Ledger):
+    """Logs the mean of what is in its batches, of which the loader's collate_fn leaves the zeros out."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("t", tensor_of(batch).mean(), on_step=False, on_epoch=True)
+        self.log("given", tensor_of(batch).mean(), on_step=False, on_epoch=True, batch_size=1)
+        return self.w * tensor_of(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("v", tensor_of(batch).mean())
+
+
+def tensor_of(batch):
+    return batch if isinstance(batch, torch.Tensor) else batch[-1]
+
+
+def not_zero(rows):
+    return torch.stack([x for (x,) in rows if x != 0])
+
+
+def timed(rows):
+    """Time steps first, more of them in later batches; nothing is left out."""
+    x = torch.stack([x for (x,) in rows])
+    return [x.expand(2 + int(x[0]), len(rows)), x]
+
+
+@pytest.mark.parametrize("plan", [{}, {"A": 2}, {"R": 2, "D": 2}], ids=str)
+def test_an_average_weighs_by_the_samples_that_are_in_the_batches(plan):
+    """Batches of 1, of 2 and 3, of 4 and 5, of 6 and 7: their mean is 4, the mean of the batches' means 3.625."""
+    data = DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2, collate_fn=not_zero)
+    metrics = fit(Left(), data, data, num_sanity_val_steps=0, **plan).callback_metrics
+    assert metrics["t"] == metrics["v"] == 4 and metrics["given"] == (1 + 2.5 + 4.5 + 6.5) / 4
+    data = DataLoader(TensorDataset(torch.arange(7.0)), batch_size=2, collate_fn=timed)
+    assert make_trainer(**plan).validate(Left(), data, verbose=False)[0]["v"] == 3
+
+
+def test_samples_are_those_that_were_drawn_if_anything_is_that_long_else_lightnings():
+    one, two, five = torch.zeros(1, 7), torch.zeros(2, 5), torch.zeros(5, 2)
+    for batch, drawn, samples in (
+        (two, 2, 2),
+        (one, 2, 1),
+        ({"time": five, "x": two}, 2, 2),
+        ([five, two], 3, 5),
+        (((one[0], one[0]), ({"box": five}, {"box": five})), 2, 2),  # pictures and their boxes
+        (torch.zeros(()), 1, 1),
+        (["a", "b"], 4, 4),
+        (two, None, 2),
+    ):
+        assert samples_in(batch, drawn) == samples
+    with pytest.raises(Exception, match="batch_size"):
+        samples_in(["a", "b"], None)
+
+
+@pytest.mark.parametrize("plan", [{}, {"A": 2}, {"D": 2}], ids=str)
+def test_of_several_calls_in_one_step_its_value_is_the_last_and_the_epochs_that_of_all(plan, tmp_path):
+    class Twice(Ledger):
+        def log_twice(self, prefix):
+            for value in (1.0, 3.0):
+                for kind in ("mean", "sum", "max"):
+                    self.log(f"{prefix}{kind}", value / (1 + self.trainer.global_step), on_step=True, on_epoch=True, reduce_fx=kind)
+
+        def training_step(self, batch, batch_idx):
+            self.log_twice("")
+            return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self):
+            self.log_twice("hook ")
+
+        def validation_step(self, batch, batch_idx):
+            self.log("v", 1.0, on_step=True, on_epoch=True)
+            self.log("v", 3.0, on_step=True, on_epoch=True)
+
+    trainer = fit(Twice(), loader(4), loader(2), num_sanity_val_steps=0, log_every_n_steps=1, logger=csv_logger(tmp_path), **plan)
+    rows = [row for row in csv_rows(tmp_path) if "mean_step" in row]
+    A, updates = plan.get("A", 1), len(rows)
+    assert updates == 4 / A
+    for prefix, calls in (("", A), ("hook ", 1)):
+        assert (
+            [row[f"{prefix}mean_step"] for row in rows]
+            == [row[f"{prefix}max_step"] for row in rows]
+            == [3 / (k + 1) for k in range(updates)]
+        )
+        assert [row[f"{prefix}sum_step"] for row in rows] == [calls * 3 / (k + 1) for k in range(updates)]
+        total = sum(4 / (k + 1) for k in range(updates))
+        metrics = trainer.callback_metrics
+        assert metrics[f"{prefix}mean_epoch"] == pytest.approx(total / 2 / updates) and metrics[f"{prefix}max_epoch"] == 3
+        assert metrics[f"{prefix}sum_epoch"] == pytest.approx(calls * total)
+    assert [row["v_step"] for row in csv_rows(tmp_path) if "v_step" in row] == [3, 3] and trainer.callback_metrics["v_epoch"] == 2
+
+
+class Promising(Sampler):
+    """Promises twice as many batches as it gives."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        yield from ([k, k + 1] for k in range(0, self.samples, 2))
+
+    def __len__(self):
+        return self.samples
+
+
+def test_what_an_evaluation_logs_is_told_however_its_loader_ends():
+    class Mean(Ledger):
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            self.log("v", batch[0].mean())
+
+    data = TensorDataset(torch.arange(8.0))
+    short, whole = DataLoader(data, batch_sampler=Promising(6)), DataLoader(data, batch_size=4)
+    for loaders, options, expected in (
+        ([short], {}, [2.5]),
+        ([short, whole, short], {}, [2.5, 3.5, 2.5]),
+        ([whole, short], {"limit_val_batches": 1}, [1.5, 0.5]),
+        ([whole, short], {"limit_val_batches": 5}, [3.5, 2.5]),
+    ):
+        results = make_trainer(**options).validate(Mean(), loaders, verbose=False)
+        assert [value for result in results for value in result.values()] == expected

@@ -153,12 +153,24 @@ class DistributedEngine(LocalEngine):
         processes: who holds which.
         stop_signal: number of a signal that this process received, 0 without one.
         on_stop: told of a signal that any process received, at the end of the same weight update in each.
+        should_stop: whether something in this process wants the run to end.
         local: as for LocalEngine.
+
+    `asked_to_stop` says after a weight update, alike in all processes, whether one of them wanted to stop.
     """
 
-    def __init__(self, *, processes: Processes, stop_signal: Callable[[], int], on_stop: Callable[[int], None], **local: Any) -> None:
+    def __init__(
+        self,
+        *,
+        processes: Processes,
+        stop_signal: Callable[[], int],
+        on_stop: Callable[[int], None],
+        should_stop: Callable[[], bool],
+        **local: Any,
+    ) -> None:
         super().__init__(**local)
-        self._processes, self._stop_signal, self._on_stop = processes, stop_signal, on_stop
+        self._processes, self._stop_signal, self._on_stop, self._should_stop = processes, stop_signal, on_stop, should_stop
+        self.asked_to_stop = False
         self._replicas = processes.replicas
         self._heard: int | None = None  # the signal that the replicas agreed on in this weight update; None before they have
 
@@ -167,16 +179,18 @@ class DistributedEngine(LocalEngine):
         parameters = self._parameters()
         if any(gradient is not None and gradient.layout != torch.strided for gradient in gradients):
             raise PlanError("sparse gradients cannot be averaged over processes; build the layer without, e.g. nn.Embedding(sparse=False)")
-        # Whether there is a gradient here, and which signal this process received.
+        # Whether there is a gradient here, which signal this process received, and whether it wants to stop.
         facts = torch.tensor(
-            [float(gradient is not None) for gradient in gradients] + _signal_facts(self._stop_signal()), device=self._processes.device
+            [float(gradient is not None) for gradient in gradients] + _signal_facts(self._stop_signal()) + [float(self._should_stop())],
+            device=self._processes.device,
         )
         sums = [
             torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
         all_reduce_flat([*sums, *moves, facts], group=self._processes.same_stages)
-        facts = facts.tolist()
+        *facts, stops = facts.tolist()
+        self.asked_to_stop = stops > 0
         present, self._heard = facts[: len(gradients)], _signal_in(facts[len(gradients) :])
         if self._heard:
             self._on_stop(self._heard)
@@ -318,7 +332,8 @@ class PipelineEngine(DistributedEngine):
         if self._replica == self._replicas.start and place == 0:
             for hook in self._hooks["before_backward"]:
                 hook(scaled)
-        self._result = loss.detach(), extra
+        if place == 0:
+            self._result = loss.detach(), extra
         self._on_micro_batch()
         return scaled if self._scaling is None else self._scaling.scale(scaled)
 
@@ -328,10 +343,12 @@ class PipelineEngine(DistributedEngine):
         loss, extra, made = super().weight_update(take, update=update, first_micro_batch=first_micro_batch)
         # Every stage learns of signals that any received, and of the loss. What came after the replicas have agreed waits for the next update.
         received = self._stop_signal() if self._heard is None else self._heard
+        stops = self._should_stop() if self._heard is None else self.asked_to_stop
         told = [loss.item(), float(bool(extra))] if self._processes.is_last else [0.0, 0.0]
-        facts = torch.tensor([*told, *_signal_facts(received)], dtype=torch.float64).to(self._processes.device)
+        facts = torch.tensor([*told, float(stops), *_signal_facts(received)], dtype=torch.float64).to(self._processes.device)
         dist.all_reduce(facts, group=self._processes.same_replica)
-        total, has_extra, *signals = facts.tolist()
+        total, has_extra, stops, *signals = facts.tolist()
+        self.asked_to_stop = stops > 0
         if heard := _signal_in(signals):
             self._on_stop(heard)
         if has_extra:  # whatever else the step returned, which hooks get as its outputs

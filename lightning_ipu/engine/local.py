@@ -106,8 +106,7 @@ class LocalEngine:
         self._scaling, self._update_weights = scaling, update_weights
         self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 or scaling is not None or undoes else None
         self._replicas = range(plan.replication_factor)  # those that run here
-        own_optimizer = not type(optimizer).__module__.startswith("torch.")
-        self._draws_at_the_end = bool(own_optimizer or hooks["after_backward"] or hooks["before_optimizer_step"])  # or may do so
+        self._optimizer_may_draw = not type(optimizer).__module__.startswith("torch.")
 
     def weight_update(self, take: Callable[[], Any], *, update: int, first_micro_batch: int) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Make one weight update.
@@ -118,10 +117,10 @@ class LocalEngine:
             first_micro_batch: number in the epoch of the first micro-batch.
 
         Returns:
-            The last micro-batch's loss, whatever else its step returned, and whether the update was made: not where scaled gradients
-            have overflowed. Then weights, optimizer and BatchNorm's statistics are as before.
+            The loss of the first micro-batch here, whatever else its step returned, and whether the update was made: not where scaled
+            gradients have overflowed. Then weights, optimizer and BatchNorm's statistics are as before.
         """
-        hooks, buffers, gradients = self._hooks, self._buffers, None
+        hooks, buffers, gradients, first = self._hooks, self._buffers, None, None
         for hook in hooks["before_zero_grad"]:
             hook(self._optimizer)
         self._zero_grad()
@@ -132,14 +131,14 @@ class LocalEngine:
             if buffers:
                 buffers.begin_replica()
             try:
-                loss, extra = self._run_replica(
-                    take, update, replica, first_micro_batch + replica * self._plan.gradient_accumulation_factor
-                )
+                result = self._run_replica(take, update, replica, first_micro_batch + replica * self._plan.gradient_accumulation_factor)
             finally:
                 self._randomness.end()
+            first = first or result
             if buffers:
                 buffers.end_replica()
                 gradients = self._add_gradients(gradients)
+        loss, extra = first
 
         if buffers:
             gradients = self._gather(gradients, buffers.moves)
@@ -153,14 +152,14 @@ class LocalEngine:
                 if buffers:
                     buffers.begin_replica()
                 return loss, extra, False
-        if self._draws_at_the_end:
-            self._randomness.begin_update(update)
         for hook in hooks["after_backward"]:
             hook()
         for hook in hooks["before_optimizer_step"]:
             hook(self._optimizer)
         if self._clip is not None:
             self._clip()
+        if self._optimizer_may_draw:
+            self._randomness.begin_update(update)
         if self._update_weights is None:
             self._optimizer.step()
         else:
@@ -173,8 +172,8 @@ class LocalEngine:
             self._buffers.begin_replica()
 
     def _run_replica(self, take: Callable[[], Any], update: int, replica: int, number: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Add up the gradients of a replica's micro-batches, of which the first has this number in the epoch."""
-        share = self._plan.micro_batches_per_update
+        """Add up the gradients of a replica's micro-batches, of which the first has this number in the epoch and gives the results."""
+        share, first = self._plan.micro_batches_per_update, None
         for micro_batch in range(self._plan.gradient_accumulation_factor):
             loss, extra = self._forward(take(), number + micro_batch, update, replica, micro_batch)
             scaled = loss / share if share > 1 else loss
@@ -187,10 +186,10 @@ class LocalEngine:
                 scaled.backward()
             else:
                 self._backward(scaled)
-            loss = loss.detach()
-            del scaled
+            first = first or (loss.detach(), extra)
+            del loss, extra, scaled
             self._on_micro_batch()
-        return loss, extra
+        return first
 
     def _gather(self, gradients: list[torch.Tensor | None], moves: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Add what replicas elsewhere have summed, to `moves` in place: none run elsewhere."""

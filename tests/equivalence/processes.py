@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import loaded  # noqa: F401, I001
 import averaged
+import hooked
 import logged
 import numpy
 import pytorch_lightning as pl
@@ -23,7 +24,7 @@ import reported
 import shaped
 import stopped
 import torch
-from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.callbacks import BackboneFinetuning, LambdaCallback, ModelPruning
 from pytorch_lightning.utilities import CombinedLoader
 from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
@@ -93,9 +94,12 @@ NETWORKS = {
 class Spread(Net):
     """The classifier of the other tests, with noise around its forward where asked, a metric with list states, and sync_dist."""
 
+    once_per_host_step = True
+
     def __init__(self, network: str, optimizer: str, noise: bool = False) -> None:
         super().__init__(NETWORKS[network], OPTIMIZERS[optimizer])
         self.network_factory, self.noise, self.auroc = NETWORKS[network], noise, MulticlassAUROC(3)
+        self.shown: list[tuple[int, list[int]]] = []  # to hooks: number and samples
 
     def training_step(self, batch, batch_idx):
         x, y, index = batch
@@ -109,6 +113,9 @@ class Spread(Net):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("one", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.shown.append((batch_idx, batch[2].tolist()))
 
     def on_train_batch_end(self, *_):
         states = [value for state in self.trainer.optimizers[0].state.values() for value in state.values() if torch.is_tensor(value)]
@@ -402,6 +409,12 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
     "loaders at once": with_validation(CombinedLoader({"a": loader(classes(21), 4), "b": loader(classes(12), 4)}, "min_size")),
     "no DataLoader": with_validation(range(3)),
     "drawn batches": with_validation(loader(classes(21), 4), Drawing),
+    "a callback that prunes": (
+        lambda: Spread("blocks", "momentum"),
+        classes(64),
+        {**PIPELINE, "callbacks": ModelPruning("l1_unstructured")},
+    ),
+    "a callback that thaws": (lambda: Spread("blocks", "momentum"), classes(64), {**PIPELINE, "callbacks": BackboneFinetuning()}),
     "three replicas": (lambda: Spread("blocks", "momentum"), classes(64), {"R": 3}),
 }
 
@@ -440,6 +453,7 @@ def main(folder: Path, processes: int) -> None:
         result = outcome(module, trainer)
         result["everyone's metrics"] = trainer.strategy._processes.gathered(result["metrics"])
         result["everyone's bytes"] = trainer.strategy._processes.gathered(module.held)
+        result["shown"] = trainer.strategy._processes.gathered(module.shown)
         result["rows"] = torch.cat([torch.as_tensor(rows) for rows in trainer.predict(module, loader(dataset(case, 21), 4))]).tolist()
         if case["name"] == "2 x 2":
             trainer.save_checkpoint(folder / "two-by-two.ckpt")
@@ -452,6 +466,7 @@ def main(folder: Path, processes: int) -> None:
         stops = stopped.run(2)
         average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
         reports = {plan: reported.run(2, plan) for plan in reported.PLANS}
+        hooks = {(plan, late): hooked.run(2, plan, late) for plan in hooked.PLANS for late in (False, True)}
         messages = {name: refusal(name) for name in REFUSALS}
         bound, free = (cores(2), cores(2, bind_cores=False)) if hasattr(os, "sched_getaffinity") else ([], [])
         if torch.distributed.get_rank() == 0:
@@ -459,6 +474,7 @@ def main(folder: Path, processes: int) -> None:
             torch.save(logs, folder / "logged.pt")
             torch.save(reports, folder / "reported.pt")
             torch.save(stops, folder / "stopped.pt")
+            torch.save(hooks, folder / "hooked.pt")
             torch.save(messages, folder / "refusals.pt")
             torch.save({True: bound, False: free}, folder / "cores.pt")
 

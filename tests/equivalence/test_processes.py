@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import averaged
+import hooked
 import logged
 import numpy as np
 import processes
@@ -68,6 +69,14 @@ def test_processes_train_what_one_process_and_a_plain_loop_train(number, folder)
     assert theirs["metrics"]["one"] == theirs["metrics"]["val_one"] == 1
     assert theirs["metrics"]["val_index"] == (case.get("validation", 21) - 1) / 2
     assert theirs["rows"] == list(range(21))
+    for rank, shown in enumerate(theirs["shown"]):
+        parts = max(1, case["processes"] // case["R"])
+        skipped = rank // parts * max(1, case["R"] // case["processes"]) * case["A"]  # micro-batches of replicas before this process's
+        epochs = [module.seen[: len(module.seen) // 2], module.seen[len(module.seen) // 2 :]]
+        per_epoch = len(shown) // 2
+        for place, (number, indices) in enumerate(shown):
+            assert number == (0 if per_epoch == 1 else place % 2 * case["R"] * case["A"])
+            assert indices == epochs[place // per_epoch][number + skipped]
     copies = case["processes"] if "pipeline_splits" not in case and "num_stages" not in case else min(case["R"], case["processes"])
     assert sum(theirs["everyone's bytes"]) <= copies * ours["held"] * 1.1  # of parameters and optimizer state: each stage in one place
 
@@ -118,6 +127,20 @@ def test_micro_batches_of_differing_shapes_train_and_score_what_one_process_and_
     assert theirs["predicted"] == [int((words != 0).sum()) for batch, _ in batches(validation[0]) for words in batch.T]
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("plan", list(hooked.PLANS))
+def test_what_hooks_draw_and_decide_is_the_same_on_two_processes(plan, late, folder):
+    ours, theirs = hooked.run(1, plan, late), torch.load(folder / "hooked.pt", weights_only=False)[plan, late]
+    per_update = {"replicas": 16, "pipeline": 8}[plan]
+    assert ours["updates"] == theirs["updates"] == (3 if late else 41 // per_update + 1)
+    assert theirs["draws"] == ours["draws"] and len(set(ours["draws"])) == len(ours["draws"]) == 3 * ours["updates"]
+    assert theirs["metrics"] == pytest.approx(ours["metrics"], rel=1e-15)
+    samples = [k for k in range(ours["updates"] * per_update) if k % 5 or plan == "pipeline"]
+    assert ours["metrics"]["index"] == pytest.approx(sum(samples) / len(samples))
+    assert ours["metrics"]["val_index"] == pytest.approx(sum(k for k in range(30) if k % 5) / 24)
+    assert difference(theirs["weights"], ours["weights"]) == 0
+
+
 def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(folder):
     messages = torch.load(folder / "refusals.pt")
     wanted = {
@@ -143,6 +166,8 @@ def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(f
         "loaders at once": "CombinedLoader with mode='min_size'",
         "no DataLoader": "a range is evaluated by one process only",
         "drawn batches": "validation_step(dataloader_iter) draws",
+        "a callback that prunes": "the callback ModelPruning changes which parameters there are",
+        "a callback that thaws": "the callback BackboneFinetuning changes which parameters there are",
         "three replicas": "legal numbers of processes are 1, 3",
     }
     for name, words in wanted.items():
