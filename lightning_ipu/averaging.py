@@ -8,7 +8,6 @@ estimating the statistics anew on training data after averaging, costs a pass ov
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ipu.checkpoint import atomic_write
+from lightning_ipu.checkpoint import atomic_write, read_checkpoint
 from lightning_ipu.resume import weight_updates_in
 
 __all__ = ["AVERAGE", "OF_CHECKPOINTS", "TRAINED", "AveragedWeights", "average_checkpoints", "description"]
@@ -223,7 +222,7 @@ def average_checkpoints(
     found: dict[int, tuple[Path, dict[str, Any]]] = {}
     averages: list[Path] = []
     for path in sorted(paths):
-        checkpoint = _load(path)
+        checkpoint = read_checkpoint(path)
         if OF_CHECKPOINTS in checkpoint:
             averages.append(path)
             continue
@@ -275,7 +274,7 @@ def write_average(given: dict[str, Any]) -> str:
         raise ValueError(f"--checkpoint-input-path {source}: there is no *.ckpt file in {directory}")
     kind, decay, last = given.get("weight_avg_strategy", "mean"), given.get("weight_avg_exp_decay", 0.99), given.get("weight_avg_N", -1)
     target = Path(given.get("checkpoint_output_path", directory / "averaged.ckpt"))
-    if target.exists() and OF_CHECKPOINTS not in _load(target):
+    if target.exists() and OF_CHECKPOINTS not in read_checkpoint(target):
         raise ValueError(f"--checkpoint-output-path {target} is a checkpoint of a run, which would be lost; choose another name")
     checkpoint, files, averages = average_checkpoints(paths, kind=kind, decay=decay, last=None if last == -1 else last)
     with atomic_write(target) as file:
@@ -283,16 +282,6 @@ def write_average(given: dict[str, Any]) -> str:
     lines = [f"{path}: after weight update {update:,}" for path, update in files]
     lines += [f"{path}: left out, an average itself" for path in averages]
     return "\n".join([*lines, f"{target}: {description(checkpoint)}"])
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
-        raise ValueError(f"{path} is no whole checkpoint: it is cut off, damaged, or no file of tensors and settings alone") from None
-    if not isinstance(checkpoint, dict) or not {"state_dict", "global_step"} <= checkpoint.keys():
-        raise ValueError(f"{path} is no checkpoint of a run: it has no state_dict and global_step")
-    return checkpoint
 
 
 def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -1,9 +1,10 @@
-"""Checkpoint files: written whole or not at all."""
+"""Checkpoint files: written whole or not at all, and read with an error that names the file."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -49,6 +50,38 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         os.close(directory)
 
 
+@contextlib.contextmanager
+def named_when_damaged(path: str | os.PathLike[str], option: str = "") -> Iterator[None]:
+    """Around a read of a file that torch.save should have written; messages begin with the `option` that gave it.
+
+    Raises:
+        ValueError: it cannot be read; the message names the file and, where it holds something else than tensors and settings, that.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}{path} cannot be read: {error.strerror or error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a wrong byte leads to: torch raises what it happens to meet
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"holds a {found[1]}, and a checkpoint has tensors and settings alone" if found else "is cut off, damaged or something else"
+        raise ValueError(f"{option}{path} is no whole file of torch.save: it {what}") from None
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A checkpoint of a run, on the host; its tensors are read when they are used.
+
+    Raises:
+        ValueError: the file cannot be read, or is none; the message names it.
+    """
+    with named_when_damaged(path):
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    if not isinstance(checkpoint, dict) or not {"state_dict", "global_step"} <= checkpoint.keys():
+        raise ValueError(f"{path} is no checkpoint of a run: it has no state_dict and global_step")
+    return checkpoint
+
+
 def link(source: Path, name: Path) -> None:
     """Let ``name`` stand for the same file as ``source``, at once; a copy of it where the file system has no links."""
     draft = name.with_name(f".{name.name}.link.part")
@@ -63,7 +96,7 @@ def link(source: Path, name: Path) -> None:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own checkpoint files, written atomically where they lie on a local disk."""
+    """Lightning's own checkpoint files, written atomically where they lie on a local disk; a damaged one is named."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None) -> None:
@@ -72,3 +105,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         with atomic_write(path) as file:
             torch.save(checkpoint, file)
+
+    @override
+    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with named_when_damaged(path):
+            return super().load_checkpoint(path, *args, **kwargs)

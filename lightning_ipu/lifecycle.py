@@ -14,13 +14,12 @@ from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_ipu.averaging import OF_CHECKPOINTS
-from lightning_ipu.checkpoint import link
+from lightning_ipu.checkpoint import link, read_checkpoint
 from lightning_ipu.display import RunDisplay
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import AgreedStop
@@ -35,7 +34,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
     """The checkpoint in ``directory`` with which its run goes on: ``last.ckpt``, else the one after the most weight updates."""
     if (directory / LAST).is_file():
         return directory / LAST
-    loaded = {path: torch.load(path, map_location="cpu", mmap=True, weights_only=True) for path in directory.glob("*.ckpt")}
+    loaded = {path: read_checkpoint(path) for path in directory.glob("*.ckpt")}
     found = {path: checkpoint["global_step"] for path, checkpoint in loaded.items() if OF_CHECKPOINTS not in checkpoint}
     return max(found, key=lambda path: (found[path], path.name), default=None)
 
@@ -44,7 +43,7 @@ def stages_of(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
     """Checkpoints in the order of their weight updates: (weight updates, epochs done, file); ``last.ckpt`` only where it is no second name."""
     found = []
     for path in paths:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        checkpoint = read_checkpoint(path)
         epochs = checkpoint[KEY]["position"]["epoch"] if KEY in checkpoint else checkpoint["epoch"]
         found.append((weight_updates_in(checkpoint), epochs, path))
     others = {updates for updates, _, path in found if path.name != LAST}

@@ -30,7 +30,7 @@ from rich.console import Console
 from typing_extensions import override
 
 from lightning_ipu import averaging, cli, machine
-from lightning_ipu.checkpoint import atomic_write
+from lightning_ipu.checkpoint import atomic_write, read_checkpoint
 from lightning_ipu.display import RunDisplay, closing_lines, score_table
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import Launcher
@@ -224,7 +224,7 @@ class CommandLine(LightningCLI):
         settings_from = path
         if self.config.subcommand != "fit" and not path and config.checkpoint_input_dir:
             settings_from = latest_checkpoint(Path(config.checkpoint_input_dir))
-        checkpoint = torch.load(settings_from, map_location="cpu", mmap=True) if settings_from and Path(settings_from).is_file() else None
+        checkpoint = read_checkpoint(settings_from) if settings_from and Path(settings_from).is_file() else None
         if checkpoint is not None:
             self.averaged = averaging.description(checkpoint)
             if self.goes_on and averaging.OF_CHECKPOINTS in checkpoint:

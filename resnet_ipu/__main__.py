@@ -1018,7 +1018,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
 
     try:
         imagenet = _is_imagenet(arguments)
-    except UsageError as error:
+    except ValueError as error:  # UsageError is one
         cli.report(str(error), prog="resnet_ipu")
         return 2
     command = Command(
@@ -1049,8 +1049,8 @@ def _is_imagenet(arguments: list[str]) -> bool:
 
     As everywhere what is typed goes before a configuration, and that before a checkpoint.
     """
-    import torch
 
+    from lightning_ipu.checkpoint import read_checkpoint
     from lightning_ipu.lifecycle import SETTINGS, latest_checkpoint
     from lightning_ipu.output import CHECKPOINTS
 
@@ -1062,7 +1062,7 @@ def _is_imagenet(arguments: list[str]) -> bool:
     if path == "last" or words.get("--resume") == "true" and path is None:
         path = latest_checkpoint(Path(directory or "results") / CHECKPOINTS)
     if path is not None and Path(path).is_file():
-        trained_on = torch.load(path, map_location="cpu", mmap=True).get(SETTINGS, {}).get("data.dataset")
+        trained_on = read_checkpoint(path).get(SETTINGS, {}).get("data.dataset")
         wanted = said or trained_on
         if trained_on is not None and wanted != trained_on and "IMAGENET" in (wanted, trained_on):
             raise UsageError(

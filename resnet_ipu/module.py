@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ipu.checkpoint import named_when_damaged
 from lightning_ipu.classifier import Batch, ImageClassifier
 from resnet_ipu.augment import Mixing
 from resnet_ipu.networks import ToyModel, resnet
@@ -101,12 +101,8 @@ def load_pretrained(network: nn.Module, path: Path) -> None:
     Raises:
         ValueError: the file cannot be read, or is not this network's; the message names it and the first keys that differ.
     """
-    try:
+    with named_when_damaged(path, "pretrained: "):
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, UnpicklingError, EOFError, KeyError):
-        raise ValueError(f"pretrained: {path} is no whole file of tensors alone, as torch.save writes a state_dict") from None
-    except OSError as error:
-        raise ValueError(f"pretrained: {path} cannot be read: {error.strerror}") from None
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         found = f"it holds {', '.join(map(str, list(state)[:4]))}" if isinstance(state, Mapping) else f"it holds a {type(state).__name__}"
         raise ValueError(f"pretrained: {path} is no state_dict of tensors ({found}); a run's checkpoint is for --ckpt_path")

@@ -224,4 +224,4 @@ def test_what_cannot_be_averaged_is_named(tmp_path, capsys):
     torch.save({"state_dict": {**states[0], "w": torch.zeros(3)}, "global_step": 3}, tmp_path / "zz.ckpt")
     assert "are of different networks: w is (50,) in one and (3,) in the other" in error()
     (tmp_path / "zz.ckpt").write_bytes(b"half")
-    assert f"{tmp_path}/zz.ckpt is no whole checkpoint" in error()
+    assert f"{tmp_path}/zz.ckpt is no whole file of torch.save" in error()
