@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -40,14 +41,24 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides a full disk behind its own error
-        if isinstance(cause, OSError) and cause.filename is None:
-            raise OSError(cause.errno, f"{cause.strerror}, while writing", os.fspath(target)) from cause
-        raise
+        with named_when_full(target):
+            raise cause if isinstance(cause, OSError) else error  # noqa: B904 - it is the same
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+@contextlib.contextmanager
+def named_when_full(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around writes to an open file, whose errors (a full disk, say) do not say by themselves which file it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, f"{error.strerror}, while writing", os.fspath(path)) from error
 
 
 @contextlib.contextmanager
@@ -58,7 +69,9 @@ def named_when_damaged(path: str | os.PathLike[str], option: str = "") -> Iterat
         ValueError: it cannot be read; the message names the file and, where it holds something else than tensors and settings, that.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's on pickles that are not its own: the error says all
+            yield
     except OSError as error:
         raise ValueError(f"{option}{path} cannot be read: {error.strerror or error}") from None
     except MemoryError:

@@ -51,6 +51,22 @@ def lost_another(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHER_IS_GONE)
 
 
+def check_can_start_again(processes: int) -> None:
+    """Refuse several processes for a program that is in no file: each of them is started by its command line.
+
+    Raises:
+        PlanError: it comes from standard input, `python -c`, a notebook or another interactive session.
+    """
+    main, path = sys.modules["__main__"], os.path.abspath(sys.argv[0])
+    if not hasattr(sys, "ps1") and (main.__spec__ or os.path.isfile(path) and not path.startswith(("/dev/", "/proc/"))):
+        return
+    source = {"-": "standard input", "-c": "python -c"}.get(sys.argv[0], "an interactive session" if hasattr(sys, "ps1") else path)
+    raise PlanError(
+        f"{processes} processes cannot be started from {source}: each of them runs this program anew, from its file. Save it as one and run"
+        " that, start the processes by torchrun, or use devices=1, which serves the same plan and gives the same numbers"
+    )
+
+
 class Launcher(_SubprocessScriptLauncher):
     """Starts this node's other processes as Lightning does; none of them outlives another that died, or dies unnamed.
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import locale
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
+
+from lightning_ipu.checkpoint import atomic_write, named_when_full
 
 try:
     import fcntl
@@ -58,9 +62,9 @@ class OutputDirectory:
 
     def begin(self) -> None:
         """Say whose the directory is, now that something is written to it."""
-        self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()}\n")
-        self._lock.flush()
+        with named_when_full(self.path / ".lock"):
+            os.ftruncate(self._lock.fileno(), 0)
+            os.write(self._lock.fileno(), f"{os.getpid()}\n".encode())
 
     def release(self) -> None:
         """Let other runs claim the directory."""
@@ -174,13 +178,21 @@ class MetricsFile(Logger):
     def _write_row(self) -> None:
         if not self._row:
             return
-        if new := [name for name in self._row if name not in self._columns]:
+        row, self._row = self._row, {}
+        if new := [name for name in row if name not in self._columns]:
             self._columns += new
             self._rewrite(self._read()[1])
         assert self._file is not None
-        csv.writer(self._file).writerow([_text(self._row.get(name)) for name in self._columns])
-        self._file.flush()
-        self._last_step, self._row = self._row["step"], {}
+        try:
+            with named_when_full(self.path):
+                csv.writer(self._file).writerow([_text(row.get(name)) for name in self._columns])
+                self._file.flush()
+        except OSError:
+            with suppress(OSError):  # it would try once more
+                self._file.close()
+            self._file = None
+            raise
+        self._last_step = row["step"]
 
     def _amend(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add values to a row that is written already."""
@@ -199,6 +211,7 @@ class MetricsFile(Logger):
         """Replace the file by one with all columns; whoever reads it meets the old one or the new one, whole."""
         if self._file is not None:
             self._file.close()
+            self._file = None
         text = io.StringIO()
         csv.writer(text).writerows([self._columns, *([row.get(name) or "" for name in self._columns] for row in rows)])
         write_atomically(self.path, text.getvalue())
@@ -221,9 +234,8 @@ def write_scores(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file so that it is there as a whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, newline="")
-    draft.replace(path)
+    with atomic_write(path) as file:
+        file.write(text.encode(locale.getpreferredencoding(False)))
 
 
 def free_name(path: Path) -> Path:

@@ -68,7 +68,7 @@ from lightning_ipu.engine.distributed import (
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.half import SixteenBit
 from lightning_ipu.host_events import batch_hooks, events_of, validation_interval
-from lightning_ipu.launcher import Launcher, let_signals_end
+from lightning_ipu.launcher import Launcher, check_can_start_again, let_signals_end
 from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
@@ -279,6 +279,8 @@ class IPUStrategy(DDPStrategy):
         Placement(plan=self.plan, processes=self._process_count)  # before any is started
         if self._process_count > 1:
             _refuse_leftovers(self.cluster_environment)
+            if not self.cluster_environment.creates_processes_externally:
+                check_can_start_again(self._process_count)
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property

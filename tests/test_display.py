@@ -3,10 +3,12 @@
 import csv
 import io
 import re
+import resource
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import pytorch_lightning as pl
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ipu import display
 from lightning_ipu.display import RunDisplay, closing_lines
-from lightning_ipu.output import MetricsFile, OutputDirectory, OutputDirectoryError
+from lightning_ipu.output import MetricsFile, OutputDirectory, OutputDirectoryError, write_atomically, write_scores
 from lightning_ipu.strategy import IPUStrategy
 
 
@@ -196,6 +198,43 @@ def test_half_a_line_of_a_killed_run_is_no_row(tmp_path):
     logger.log_metrics({"train_loss": 1.0}, step=2)
     logger.finalize("success")
     assert [(row["step"], row["train_loss"]) for row in _rows(logger.path)] == [("0", "1.5"), ("2", "1")]
+
+
+@contextmanager
+def full_disk(bytes_left: int):
+    """No file can grow beyond so many bytes, which a file system reports like a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_by_the_name_of_the_file_and_the_rows_before_it_stay(tmp_path):
+    logger = MetricsFile(tmp_path)
+    with full_disk(200):
+        with pytest.raises(OSError, match="while writing") as raised:
+            for step in range(100):
+                logger.log_metrics({"train_loss": 1.5}, step=step)
+        logger.finalize("failed")  # as Lightning does then: it has been told
+    assert raised.value.filename == str(logger.path)
+    assert [row["step"] for row in _rows(logger.path)[:10]] == [str(step) for step in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("validation.csv", lambda folder: write_scores(folder, [{"step": 3}])),
+        ("config.yaml", lambda folder: write_atomically(folder / "config.yaml", "seed: 1")),
+        (".lock", lambda folder: OutputDirectory(folder).begin()),
+    ],
+)
+def test_every_small_file_is_named_when_the_disk_is_full(name, write, tmp_path):
+    (tmp_path / name).write_text("")
+    with full_disk(0), pytest.raises(OSError, match="while writing") as raised:
+        write(tmp_path)
+    assert raised.value.filename == str(tmp_path / name)
 
 
 # -- the output directory -----------------------------------------------------------------------------------------------------

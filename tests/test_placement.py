@@ -1,9 +1,14 @@
 """The placement: every virtual IPU lives in exactly one process, and numbers of processes that cannot serve a plan are refused."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from lightning_ipu.launcher import check_can_start_again
 from lightning_ipu.placement import Placement, legal_process_counts
 from lightning_ipu.plan import Plan, PlanError
 
@@ -32,3 +37,23 @@ def test_every_virtual_ipu_lives_in_exactly_one_process(replicas, stages):
         assert len({len(home) for home in homes}) == 1
         # Either whole replicas, or one replica's consecutive stages: a stage sends to its neighbour.
         assert all(len(placement.replicas_of(p)) == 1 or len(placement.stages_of(p)) == stages for p in range(processes))
+
+
+def test_several_processes_are_refused_for_a_program_without_a_file_which_could_not_be_started_again(monkeypatch):
+    script = "from lightning_ipu import IPUStrategy; import pytorch_lightning as pl; pl.Trainer(accelerator='cpu', devices=2, strategy=IPUStrategy(replication_factor=2))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1 and "2 processes cannot be started from standard input" in done.stderr.splitlines()[-1]
+    assert "run that, start the processes by torchrun, or use devices=1" in done.stderr.splitlines()[-1]
+
+    check_can_start_again(2)  # this one can: it is a module's
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    for name, words in {"-c": "python -c", "/dev/stdin": "/dev/stdin", "/gone/script.py": "/gone/script.py"}.items():
+        monkeypatch.setattr(sys, "argv", [name])
+        with pytest.raises(PlanError, match=f"cannot be started from {words}: "):
+            check_can_start_again(2)
+    monkeypatch.setattr(sys, "argv", [__file__])
+    check_can_start_again(2)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(PlanError, match="an interactive session"):
+        check_can_start_again(2)
