@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_ipu import configs, machine, precision
+from lightning_ipu.streams import lasting_streams
 from lightning_ipu.words import arranged
 
 __all__ = [
@@ -502,28 +503,30 @@ def main(
         folder: where the command's named configurations lie.
         reads_config: whether an option --config names short options in a file; else it is left to ``settle``.
     """
-    try:
-        if arguments and arguments[0] in SUBCOMMANDS:
-            lightning = [arguments[0], *arranged(arguments[1:], folder=folder, prog=parser.prog)]
-            given: dict[str, Any] = {}
-        else:
-            given = parse(arguments, parser=parser, options=options)
-            if reads_config and "config" in given:
-                configured = configs.read(given.pop("config"), folder=folder, options=options, prog=parser.prog)
-                given = configs.overlay(configured, given, options)
-            if given.get("resume"):
-                given = _resumed(given, options, parser.prog)
-            kept = {name: value for name, value in given.items() if name not in _OF_ONE_START}
-            flags = {option.dest for option in options if option.type is bool and not option.default}
-            given = {name: value for name, value in given.items() if value or name not in flags}
-            settled = [*settle(given), *lightning_arguments({"short_options": kept})]
-            lightning = ["fit" if given.get("training", True) else "validate", *settled]
-    except (UsageError, configs.ConfigError) as error:
-        report(str(error), prog=parser.prog)
-        return 2
-    try:
-        machine.bound_spinning()
-        machine.load("lightning_ipu.run")
-        return start(lightning, given=given)
-    except KeyboardInterrupt:  # while torch was being loaded; later on a handler of signals takes over
-        return 130
+    with lasting_streams(parser.prog, speaks=machine.started_rank() == 0) as streams:
+        try:
+            if arguments and arguments[0] in SUBCOMMANDS:
+                lightning = [arguments[0], *arranged(arguments[1:], folder=folder, prog=parser.prog)]
+                given: dict[str, Any] = {}
+            else:
+                given = parse(arguments, parser=parser, options=options)
+                if reads_config and "config" in given:
+                    configured = configs.read(given.pop("config"), folder=folder, options=options, prog=parser.prog)
+                    given = configs.overlay(configured, given, options)
+                if given.get("resume"):
+                    given = _resumed(given, options, parser.prog)
+                kept = {name: value for name, value in given.items() if name not in _OF_ONE_START}
+                flags = {option.dest for option in options if option.type is bool and not option.default}
+                given = {name: value for name, value in given.items() if value or name not in flags}
+                settled = [*settle(given), *lightning_arguments({"short_options": kept})]
+                lightning = ["fit" if given.get("training", True) else "validate", *settled]
+        except (UsageError, configs.ConfigError) as error:
+            report(str(error), prog=parser.prog)
+            return 2
+        streams.begin_run()
+        try:
+            machine.bound_spinning()
+            machine.load("lightning_ipu.run")
+            return start(lightning, given=given) or streams.status
+        except KeyboardInterrupt:  # while torch was being loaded; later on a handler of signals takes over
+            return 130

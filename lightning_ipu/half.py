@@ -140,9 +140,9 @@ class SixteenBitUpdate:
                 f"the optimizer holds {len(nameless)} parameters that are not the module's (shapes {shapes}); 16.16 rounds parameters by name"
             )
         self._optimizer, self._names, self._seed, self._stochastic = optimizer, names, seed, stochastic
-        for parameter in names:
-            if parameter.dtype in _OVERFLOW and parameter.requires_grad:
-                parameter.grad_dtype = torch.float32  # autograd casts every micro-batch's gradient before it adds
+        self._summed_in_32_bits = [p for p in names if p.dtype in _OVERFLOW and p.requires_grad and p.grad_dtype != torch.float32]
+        for parameter in self._summed_in_32_bits:
+            parameter.grad_dtype = torch.float32  # autograd casts every micro-batch's gradient before it adds
         self._generators: dict[torch.device, torch.Generator] = {}
         self._hooks = [
             optimizer.register_load_state_dict_pre_hook(self._note_scalars),
@@ -161,9 +161,13 @@ class SixteenBitUpdate:
                 optimizer.param_groups = groups
 
     def remove(self) -> None:
-        """Take the hooks off the optimizer."""
+        """Take the hooks off the optimizer, and give the parameters gradients of their own type again."""
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._summed_in_32_bits:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def _step_group(self, group: dict[str, Any], update: int) -> None:
         parameters = group["params"]

@@ -89,6 +89,7 @@ class Launcher(_SubprocessScriptLauncher):
             Launcher.children = Children(self.procs, first=self._rank(0), total=self.num_processes * self.num_nodes)
         elif LAUNCHED_BY and os.name == "posix":  # elsewhere a virtual environment's python is a parent in between
             threading.Thread(target=self._watch_launcher, args=(finished,), daemon=True).start()
+        threads, variable = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
         _set_num_threads_if_needed(num_processes=self.num_processes)
         if Launcher.children is not None:
             Launcher.children.begin(trainer)
@@ -108,6 +109,9 @@ class Launcher(_SubprocessScriptLauncher):
             raise error
         finally:
             finished.set()
+            if variable is None:
+                os.environ.pop("OMP_NUM_THREADS", None)
+                torch.set_num_threads(threads)
 
     @contextmanager
     def meeting(self) -> Iterator[None]:

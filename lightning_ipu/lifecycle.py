@@ -64,28 +64,32 @@ class SignalHandler:
         self.trainer: pl.Trainer | None = None  # while it trains
         self.received: int | None = None
         self._received_at = 0.0
+        self._before: dict[int, Any] = {}  # handlers
         self._over = threading.Event()
         self._told: socket.socket | None = None
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._handle)
-            signal.signal(signal.SIGTERM, self._handle)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before.setdefault(signum, signal.getsignal(signum))
+                signal.signal(signum, self._handle)
 
     def listen(self) -> None:
         """Start the thread that ends a deaf process, until `release`."""
         if threading.current_thread() is threading.main_thread():
             heard, self._told = socket.socketpair()
             self._told.setblocking(False)
-            signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            self._told_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._end_the_deaf, args=(heard,), daemon=True).start()
 
     def release(self) -> None:
-        """The run is over: what follows is not ended from here."""
+        """The run is over: what follows is not ended from here, and signals are answered as they were before."""
         self._over.set()
         if self._told is not None:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._told_before)
             self._told.close()
+        for signum, handler in self._before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
 
     def _end_the_deaf(self, heard: socket.socket) -> None:
         asked: float | None = None

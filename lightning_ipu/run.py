@@ -12,7 +12,8 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -79,24 +80,41 @@ def run_command(command: Command, arguments: Sequence[str], *, line: type[Comman
     ``line`` is a class that does something else with what it builds. What a person can put right (a setting, a
     file) ends in one line, with status 2 before the run has begun and 1 after; faults of the program keep their traceback.
     """
-    rank_zero_only.rank = machine.started_rank()  # until the Trainer knows: Lightning takes leftovers in the environment for it
-    keep_quiet(command.prog)
     signals = SignalHandler()
-    signals.install()
-    signals.listen()
-    try:
-        (line or CommandLine)(command, list(arguments), signals=signals)
-    except Exception as error:
-        if not _is_meant_for_people(error):
-            raise
-        if Launcher.children is not None:
-            Launcher.children.fail()
-        started = signals.display is not None and signals.display.started
-        cli.report(_one_line(error), prog=command.prog)
-        return 1 if started else 2
-    finally:
-        signals.release()
+    with _own_settings(), keep_quiet(command.prog):
+        rank_zero_only.rank = machine.started_rank()  # until the Trainer knows: Lightning takes leftovers in the environment for it
+        signals.install()
+        signals.listen()
+        try:
+            (line or CommandLine)(command, list(arguments), signals=signals)
+        except Exception as error:
+            if not _is_meant_for_people(error):
+                raise
+            if Launcher.children is not None:
+                Launcher.children.fail()
+            started = signals.display is not None and signals.display.started
+            cli.report(_one_line(error), prog=command.prog)
+            return 1 if started else 2
+        finally:
+            signals.release()
     return 0
+
+
+@contextmanager
+def _own_settings() -> Iterator[None]:
+    """Put back what a run sets in its process: threads, the variables for them and for seeds, and which process this is taken for."""
+    names = ("OMP_NUM_THREADS", "PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+    variables = {name: os.environ.get(name) for name in names}
+    threads, rank = torch.get_num_threads(), rank_zero_only.rank
+    try:
+        yield
+    finally:
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        torch.set_num_threads(threads)
+        rank_zero_only.rank = rank
 
 
 class CommandLine(LightningCLI):
@@ -646,28 +664,34 @@ _CHATTER = (
 )
 
 
-def keep_quiet(prog: str) -> None:
+@contextmanager
+def keep_quiet(prog: str) -> Iterator[None]:
     """Silence Lightning's remarks on devices, tips and sanity; show warnings as one line each."""
-    if hasattr(sys.stdout, "reconfigure"):  # names of files may hold bytes that are no text: they are shown, as on stderr, not refused
-        sys.stdout.reconfigure(errors="backslashreplace")
 
     def wanted(record: logging.LogRecord) -> bool:
         lightnings_own = {"pytorch_lightning", "lightning_fabric"} & set(Path(record.pathname).parts)
         return record.levelno > logging.INFO or not (lightnings_own or any(words in record.getMessage() for words in _CHATTER))
-
-    for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
-        for handler in logging.getLogger(name).handlers:
-            if type(handler) is logging.StreamHandler:  # Lightning's own, not one that somebody listens with
-                handler.addFilter(wanted)
-    for words in _CHATTER:
-        warnings.filterwarnings("ignore", message=f".*{re.escape(words)}")
 
     def show(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
     ) -> None:
         print(f"{prog}: warning: {' '.join(str(message).split())}", file=file or sys.stderr)
 
-    warnings.showwarning = show
+    names = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric")
+    handlers = [handler for name in names for handler in logging.getLogger(name).handlers]
+    with ExitStack() as undo:
+        for handler in handlers:
+            if type(handler) is logging.StreamHandler:  # Lightning's own, not one that somebody listens with
+                handler.addFilter(wanted)
+                undo.callback(handler.removeFilter, wanted)
+        undo.enter_context(warnings.catch_warnings())
+        for words in _CHATTER:
+            warnings.filterwarnings("ignore", message=f".*{re.escape(words)}")
+        warnings.showwarning = show
+        if hasattr(sys.stdout, "reconfigure"):  # names of files may hold bytes that are no text: they are shown, as on stderr, not refused
+            undo.callback(sys.stdout.reconfigure, errors=sys.stdout.errors)
+            sys.stdout.reconfigure(errors="backslashreplace")
+        yield
 
 
 def _is_meant_for_people(error: Exception) -> bool:

@@ -1127,17 +1127,17 @@ goes on."""
         from lightning_ipu.run import keep_quiet
         from resnet_ipu.convert import convert
 
-        keep_quiet("resnet_ipu convert")
         shards = {"train": given.get("train_shards"), "validation": given.get("validation_shards")}
         workers = given.get("num_workers", machine.usable_cores())
-        convert(
-            Path(places[0]),
-            Path(places[1]),
-            shards=shards,
-            seed=given.get("seed", 0),
-            workers=workers,
-            on_bad_image=given.get("on_bad_image", "raise"),
-        )
+        with keep_quiet("resnet_ipu convert"):
+            convert(
+                Path(places[0]),
+                Path(places[1]),
+                shards=shards,
+                seed=given.get("seed", 0),
+                workers=workers,
+                on_bad_image=given.get("on_bad_image", "raise"),
+            )
     except (ValueError, OSError) as error:  # UsageError is one
         cli.report(" ".join(str(error).split()), prog="resnet_ipu convert")
         return 2

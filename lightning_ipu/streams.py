@@ -1,0 +1,86 @@
+"""Standard output and error that outlive their readers: a run is not lost because nobody reads any more what it prints.
+
+`python -m resnet_ipu | head -1` takes the reader away after a line, a full disk the log file. The run goes on, says so once on standard
+error, and what it would print is dropped; its results are in the output directory.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class _Lasting(io.FileIO):
+    """A file that, once it cannot be written any more, takes everything and keeps nothing."""
+
+    def __init__(self, descriptor: int, told: Callable[[OSError], None]) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._told, self._is_lost = told, False
+
+    def write(self, data: Any) -> int | None:
+        if not self._is_lost:
+            try:
+                return super().write(data)
+            except OSError as error:
+                self._is_lost = True
+                self._told(error)
+        return memoryview(data).nbytes
+
+
+class Streams:
+    """What has become of standard output.
+
+    Args:
+        prog: begins the line that says so.
+        speaks: whether this process says it.
+    """
+
+    def __init__(self, prog: str, *, speaks: bool) -> None:
+        self._prog, self._speaks = prog, speaks
+        self._error: OSError | None = None
+        self._is_running = False
+
+    @property
+    def status(self) -> int:
+        """1 where what was printed could not be written; a reader that has gone has seen what it wanted."""
+        return 0 if self._error is None or isinstance(self._error, BrokenPipeError) else 1
+
+    def begin_run(self) -> None:
+        """From now on the loss of standard output is worth a line."""
+        self._is_running = True
+        if self._error is not None:
+            self._say()
+
+    def _lose(self, error: OSError) -> None:
+        self._error = error
+        if self._is_running:
+            self._say()
+
+    def _say(self) -> None:
+        gone = isinstance(self._error, BrokenPipeError)
+        what = "nobody reads standard output any more" if gone else f"standard output cannot be written ({self._error.strerror})"
+        if self._speaks:
+            print(f"{self._prog}: {what}: the run goes on, and what it prints is lost", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def lasting_streams(prog: str, *, speaks: bool) -> Iterator[Streams]:
+    """Let standard output and error outlive their readers; streams that somebody has put in their place are left alone."""
+    streams, before = Streams(prog, speaks=speaks), {}
+    for name, told in (("stderr", lambda error: None), ("stdout", streams._lose)):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            stream.flush()
+            before[name] = stream
+            file = io.BufferedWriter(_Lasting(stream.fileno(), told))
+            options = {option: getattr(stream, option) for option in ("encoding", "errors", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(file, **options))
+    try:
+        yield streams
+    finally:
+        for name, stream in before.items():
+            getattr(sys, name).flush()
+            setattr(sys, name, stream)
