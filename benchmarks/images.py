@@ -1,8 +1,8 @@
 """How fast images become training batches: decoding and cropping beside torchvision's stock pipeline, loader workers, the index.
 
-    python benchmarks/images.py [--images 400] [--rounds 5] [--files 100000]
+    python benchmarks/images.py [--images 400] [--side 500] [--rounds 5] [--files 100000]
 
-JPEGs of about 500 x 375 pixels with the spectrum of photographs (amplitude falling as 1/frequency, 4:2:0, quality 90) are written to a
+JPEGs of about 500 x 375 pixels (--side is the longer one) with the spectrum of photographs (amplitude falling as 1/frequency, 4:2:0, quality 90) are written to a
 temporary folder. One thread, images per second of CPU time, the pipelines in turn, round after round: torchvision's ImageFolder with
 Pillow, RandomResizedCrop(224), flip, ToTensor, Normalize and collation; and this package's data set, which leaves normalisation to the
 device, the same with normalisation (--no-eight-bit-transfer), from TFRecord shards, and with --fast-decode. All of them have the allocator setting that the commands make, which helps Pillow most. Tables
@@ -45,11 +45,11 @@ def photograph(generator: np.random.Generator, *, height: int, width: int) -> Im
     return Image.fromarray((110 + 50 * np.stack(channels, axis=-1)).clip(0, 255).astype(np.uint8))
 
 
-def write_tree(folder: Path, *, images: int) -> float:
+def write_tree(folder: Path, *, images: int, side: int) -> float:
     """Write a training and a validation folder of ten classes; returns kilobytes per training image."""
     generator, size = np.random.default_rng(0), 0
     for number in range(images):
-        height, width = (375, 500) if number % 3 else (500, 375)
+        height, width = (side * 3 // 4, side) if number % 3 else (side, side * 3 // 4)
         path = folder / "train" / f"n{number % 10:08}" / f"{number}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
         photograph(generator, height=height, width=width).save(path, quality=90)
@@ -89,6 +89,7 @@ def spread(values: list[float], form: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--side", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--files", type=int, default=100_000, help="that the index is made of")
     arguments = parser.parse_args()
@@ -98,7 +99,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder, shards = Path(name) / "tree", Path(name) / "shards"
-        kilobytes = write_tree(folder, images=arguments.images)
+        kilobytes = write_tree(folder, images=arguments.images, side=arguments.side)
         convert(folder, shards, shards={"train": 4, "validation": 1}, seed=0, workers=machine.usable_cores())
         pipelines = {"torchvision, ImageFolder with Pillow": stock(folder), "ours": ours(folder), "ours, TFRecords": ours(shards)}
         pipelines["ours, --no-eight-bit-transfer"] = ours(folder, eight_bit_transfer=False)
@@ -114,7 +115,10 @@ def main() -> None:
                 if number:  # the first round fills the page cache
                     rates[which].append(arguments.images / (time.process_time() - begin))
         table = Table(
-            "pipeline", "images/s of a core", "beside stock", title=f"{arguments.images} JPEGs of 500 x 375, {kilobytes:.0f} kB each"
+            "pipeline",
+            "images/s of a core",
+            "beside stock",
+            title=f"{arguments.images} JPEGs of {arguments.side} x {arguments.side * 3 // 4}, {kilobytes:.0f} kB each",
         )
         base = next(iter(rates.values()))
         for which, seen in rates.items():
