@@ -67,6 +67,7 @@ _TURNS = {  # by EXIF's orientation
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 _LONGEST = 4  # times its shorter side that an image's longer one may have before an evaluation scales it
 _LARGEST = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 62)  # pixels from which on Pillow refuses an image
 Image.init()  # without which Pillow knows the commonest formats only
@@ -142,18 +143,18 @@ def decode_with_pillow(data: np.ndarray) -> Tensor:
 
 
 def _opened(data: np.ndarray, use: Callable[[Image.Image], _T], failure: str) -> _T:
-    """What `use` makes of an image file's bytes; of a PNG's without its metadata where those stand in the way.
+    """What `use` makes of an image file's bytes; of a PNG's or JPEG's without its metadata where those stand in the way.
 
-    Pillow refuses a whole PNG for a broken or large text or colour profile.
+    Pillow refuses a whole file for a broken or large text or colour profile.
     """
     try:
         try:
             with Image.open(io.BytesIO(memoryview(data)), formats=_FORMATS) as image:
                 return use(image)
         except Exception:
-            if (bare := _bare_png(data)) is None:
+            if (bare := _bare(data)) is None:
                 raise
-        with Image.open(io.BytesIO(bare), formats=("PNG",)) as image:
+        with Image.open(io.BytesIO(bare), formats=("PNG", "JPEG")) as image:
             return use(image)
     except Image.UnidentifiedImageError:
         raise ValueError(_what_else(data)) from None
@@ -161,18 +162,14 @@ def _opened(data: np.ndarray, use: Callable[[Image.Image], _T], failure: str) ->
         raise ValueError(f"{failure}: {error or type(error).__name__}") from error
 
 
-def _bare_png(data: np.ndarray) -> bytes | None:
-    """A PNG of the chunks alone that pixels depend on, an orientation's included; None for other bytes."""
-    signature = b"\x89PNG\r\n\x1a\n"
-    if bytes(data[:8]) != signature:
-        return None
-    return signature + b"".join(
-        chunk
-        for kind, chunk in _png_chunks(memoryview(data))
-        if kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-        or kind == b"eXIf"
-        and zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big")
-    )
+def _bare(data: np.ndarray) -> bytes | None:
+    """A PNG or JPEG of what its pixels depend on alone, an orientation included; None for other bytes."""
+    view = memoryview(data)
+    if bytes(view[:8]) == _PNG:
+        return _PNG + b"".join(chunk for kind, chunk in _png_chunks(view) if _is_needed(kind, chunk))
+    if bytes(view[:2]) == b"\xff\xd8":
+        return b"\xff\xd8" + b"".join(segment for marker, segment in _jpeg_segments(view) if _tells_of_pixels(marker, segment))
+    return None
 
 
 def _png_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
@@ -181,6 +178,27 @@ def _png_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
         length, kind = struct.unpack(">I4s", view[at : at + 8])
         yield kind, view[at : at + 12 + length]
         at += 12 + length
+
+
+def _is_needed(kind: bytes, chunk: memoryview) -> bool:
+    whole = kind == b"eXIf" and zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big")
+    return whole or kind in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+
+
+def _jpeg_segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """The segments before the pixels; then, as the last one, these and all that follows."""
+    at = 2
+    while at + 4 <= len(view) and view[at] == 0xFF and view[at + 1] not in (0xDA, 0xFF):
+        end = at + 2 + (view[at + 2] << 8 | view[at + 3])
+        yield view[at + 1], view[at:end]
+        at = end
+    yield 0xDA, view[at:]
+
+
+def _tells_of_pixels(marker: int, segment: memoryview) -> bool:
+    if marker == 0xEE:  # Adobe's marker, which says how colours are stored
+        return len(segment) >= 16
+    return marker == 0xE1 or not (0xE0 <= marker <= 0xEF or marker == 0xFE)  # of applications and comments, EXIF alone
 
 
 def half_scale_decoder() -> Callable[[np.ndarray, JpegHeader], Tensor]:

@@ -152,8 +152,17 @@ def test_metadata_never_decide_about_the_pixels_of_other_files():
     segment = jpeg_segment(0xE1, b"Exif\0\0" + BROKEN_EXIF)
     for picture in (PICTURE, PICTURE.convert("CMYK")):  # by torchvision, and by Pillow
         plain = encoded(picture, "JPEG")
-        for extra in (segment, jpeg_segment(0xE2, b"ICC_PROFILE\0\x01\x09no profile"), jpeg_segment(0xED, b"Photoshop 3.0\x008BIM\xff")):
-            assert (decoded(plain[:2] + extra + plain[2:]) == decoded(plain)).all()
+        profile = jpeg_segment(0xE2, b"ICC_PROFILE\0\x01\x09no profile"), jpeg_segment(0xE2, b"ICC_PROFILE\0")
+        others = jpeg_segment(0xED, b"Photoshop 3.0\x008BIM\xff"), jpeg_segment(0xE0, b"JFIF\0\x01"), jpeg_segment(0xEE, b"Adobe")
+        for extra in (segment, *profile, *others):
+            data = plain[:2] + extra + plain[2:]
+            assert (decoded(data) == decoded(plain)).all()
+            assert images.image_facts(np.frombuffer(data, np.uint8)) == (60, 80, "JPEG")
+            turned = with_orientation(picture, 6)
+            if extra is not segment:  # which would be a second one
+                assert (decoded(turned[:2] + extra + turned[2:]) == decoded(turned)).all()
+        with pytest.raises(ValueError, match="cannot be decoded"):
+            decoded(plain[:2] + others[1] + plain[2 : len(plain) // 2])
     plain = encoded(PICTURE, "WEBP", lossless=True)
     assert (decoded(encoded(PICTURE, "WEBP", lossless=True, exif=BROKEN_EXIF)) == decoded(plain)).all()
 
