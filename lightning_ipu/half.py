@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from pytorch_lightning.plugins.precision import Precision
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
+from lightning_ipu.half_layers import prepare
+from lightning_ipu.plan import PlanError
 from lightning_ipu.precision import precision_name, scaling_refusal
 from lightning_ipu.randomness import mix, name_word
 
@@ -140,7 +142,8 @@ class SixteenBitUpdate:
                 f"the optimizer holds {len(nameless)} parameters that are not the module's (shapes {shapes}); 16.16 rounds parameters by name"
             )
         self._optimizer, self._names, self._seed, self._stochastic = optimizer, names, seed, stochastic
-        self._summed_in_32_bits = [p for p in names if p.dtype in _OVERFLOW and p.requires_grad and p.grad_dtype != torch.float32]
+        # Also of what is frozen: it may not stay so.
+        self._summed_in_32_bits = [p for p in names if p.dtype in _OVERFLOW and p.grad_dtype != torch.float32]
         for parameter in self._summed_in_32_bits:
             parameter.grad_dtype = torch.float32  # autograd casts every micro-batch's gradient before it adds
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -305,14 +308,21 @@ class LossScaling:
 
     Args:
         scale: the fixed factor, or "auto".
+        scaler: a GradScaler whose present scale, factors and interval an automatic scale takes over.
         agree: makes one decision of all processes' own: called with whether this one's gradients are finite, returns whether all are.
     """
 
-    def __init__(self, scale: float | str, *, agree: Callable[[bool], bool] | None = None) -> None:
+    def __init__(
+        self, scale: float | str, *, scaler: torch.amp.GradScaler | None = None, agree: Callable[[bool], bool] | None = None
+    ) -> None:
         if scale != AUTOMATIC and not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
             raise ValueError(f"loss_scaling={scale!r} must be a number above 0 or 'auto'")
         self.automatic = scale == AUTOMATIC
         self.factor = _INITIAL_SCALE if self.automatic else float(scale)
+        self._growth, self._backoff, self._interval = 2.0, 0.5, _GROWTH_INTERVAL
+        if self.automatic and scaler is not None:
+            self.factor, self._interval = scaler.get_scale(), scaler.get_growth_interval()
+            self._growth, self._backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
         self.agree = agree
         self.skipped = 0  # weight updates of the run
         self._finite_in_a_row = self._skipped_in_a_row = 0
@@ -344,7 +354,7 @@ class LossScaling:
             self.skipped += 1
             self._finite_in_a_row, self._skipped_in_a_row = 0, self._skipped_in_a_row + 1
             if self.automatic:
-                self.factor /= 2
+                self.factor *= self._backoff
             if self._skipped_in_a_row == _PATIENCE:
                 cause = "the training has diverged" if self.automatic else "the training has diverged, or the scale is too large"
                 raise FloatingPointError(
@@ -353,8 +363,8 @@ class LossScaling:
             return
         self._skipped_in_a_row = 0
         self._finite_in_a_row += 1
-        if self.automatic and self._finite_in_a_row == _GROWTH_INTERVAL:
-            self.factor, self._finite_in_a_row = min(2 * self.factor, _LARGEST_SCALE), 0
+        if self.automatic and self._finite_in_a_row == self._interval:
+            self.factor, self._finite_in_a_row = max(self.factor, min(self._growth * self.factor, _LARGEST_SCALE)), 0
 
     def state_dict(self) -> dict[str, float | int]:
         """What a checkpoint must hold."""
@@ -375,7 +385,17 @@ class LossScaling:
 
 # ---- Lightning's plugin -----------------------------------------------------------------------------------------------------------
 
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+
+def _scaler_refusal(scaler: torch.amp.GradScaler | None, loss_scaling: float | str | None) -> str | None:
+    """Why a GradScaler cannot be taken over, in one line; None if it can."""
+    if scaler is None:
+        return None
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+        return f"scaler={type(scaler).__name__} has methods of its own, which would not be called; give a torch.amp.GradScaler, or loss_scaling"
+    default = torch.amp.GradScaler("cpu").state_dict()
+    if loss_scaling is not None and scaler.state_dict() != default:
+        return f"loss_scaling={loss_scaling} contradicts the settings of the plugin's scaler; give one of the two"
+    return None
 
 
 class SixteenBit(Precision):
@@ -389,12 +409,21 @@ class SixteenBit(Precision):
         device: cpu or cuda.
         loss_scaling: a fixed factor, "auto", or None, which is "auto" for float16 and no scaling for bfloat16.
         stochastic_rounding: of the weight update in 16.16.
+        scaler: the GradScaler of Lightning's own plugin, whose settings "auto" starts from; a disabled one means no scaling.
 
     Raises:
         ValueError: the settings make no sense together.
     """
 
-    def __init__(self, precision: str, *, device: str, loss_scaling: float | str | None = None, stochastic_rounding: bool = True) -> None:
+    def __init__(
+        self,
+        precision: str,
+        *,
+        device: str,
+        loss_scaling: float | str | None = None,
+        stochastic_rounding: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         if (named := precision_name(precision)) not in ("16.16", "16.32"):
             raise ValueError(f"precision={precision!r} is not one of bf16-mixed, 16-mixed, bf16-true and 16-true")
         half_type = "bf16" if precision.startswith("bf16") else "fp16"
@@ -403,22 +432,23 @@ class SixteenBit(Precision):
         self.precision, self.device, self.stochastic_rounding = precision, device, stochastic_rounding
         self.dtype = DTYPES[half_type]
         self.narrow_weights = named == "16.16"
-        if loss_scaling is None and half_type == "fp16":
+        if problem := _scaler_refusal(scaler, loss_scaling):
+            raise ValueError(problem)
+        if loss_scaling is None and half_type == "fp16" and (scaler is None or scaler.is_enabled()):
             loss_scaling = AUTOMATIC
-        self.scaling = None if loss_scaling is None else LossScaling(loss_scaling)
+        self.scaling = None if loss_scaling is None else LossScaling(loss_scaling, scaler=scaler)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Make a network's parameters 16-bit; buffers, such as norms' running statistics, stay as they are."""
         if not self.narrow_weights:
             return module
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise PlanError(f"{name!r} has no shape yet, and so cannot be in 16 bits: run a batch through the network first")
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.dtype)
-        for child in module.modules():
-            if isinstance(child, _NORMS) and _widen not in child._forward_pre_hooks.values():
-                child.register_forward_pre_hook(_widen)
-                child.register_forward_hook(_narrow_again, always_call=True)
+        prepare(module)
         return module
 
     def narrow_update(self, optimizer: Optimizer, module: nn.Module, *, seed: int) -> SixteenBitUpdate | None:
@@ -441,16 +471,3 @@ class SixteenBit(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaling is not None:
             self.scaling.load_state_dict(state_dict)
-
-
-def _widen(norm: nn.Module, _arguments: Any) -> None:
-    """Show a norm its scale and shift in 32 bits, the type of its statistics, during a forward: torch's kernels want them alike."""
-    for name in ("weight", "bias"):
-        parameter = norm._parameters.get(name)
-        if parameter is not None:
-            norm.__dict__[name] = parameter.float()  # an attribute of this name goes before the parameter
-
-
-def _narrow_again(norm: nn.Module, _arguments: Any, _output: Any) -> None:
-    for name in ("weight", "bias"):
-        norm.__dict__.pop(name, None)

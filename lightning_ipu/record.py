@@ -280,9 +280,9 @@ class _Recorder(TorchFunctionMode):
 
     def drew(self, operation: str) -> None:
         """Told of every operation that draws random numbers: only a module that is seeded by its name may."""
-        module = self._stack[-1]
+        module = next(filter(is_one_piece, self._stack), self._stack[-1])
         name = self._names.get(id(module), "")
-        if self.leaf is not None and name and _may_draw(module) and module.training:
+        if self.leaf is not None and name and (_may_draw(module) or is_one_piece(module)) and module.training:
             self._use(name, len(self.order))
             return
         where = f"submodule {name!r} ({type(module).__name__})" if name else type(module).__name__
@@ -612,6 +612,7 @@ class Record:
                 borrowed(module, training=training, fake=fake),
                 fake,
                 torch.enable_grad(),
+                torch.compiler.set_stance("force_eager"),  # to be watched, compiled modules run as they were written
                 context(),
             ):
                 stack.enter_context(entered or nullcontext())

@@ -95,7 +95,10 @@ def is_called_otherwise(module: nn.Module) -> bool:
 def is_one_piece(module: nn.Module) -> bool:
     """Whether a module runs compiled, so that the modules inside are not called by Python."""
     place = vars(module).get(_PLACE)
-    return isinstance(module, (OptimizedModule, ScriptModule)) or (place is not None and not isinstance(place, _StandIn))
+    while isinstance(place, _StandIn):
+        place = place._inner
+    compiled_in_place = place is not None and place != module._call_impl
+    return compiled_in_place or isinstance(module, (OptimizedModule, ScriptModule))
 
 
 def called_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -244,7 +244,11 @@ class IPUStrategy(DDPStrategy):
         if type(plugin) in (HalfPrecision, MixedPrecision):
             device = "cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda"
             plugin = SixteenBit(
-                plugin.precision, device=device, loss_scaling=self.loss_scaling, stochastic_rounding=self.stochastic_rounding
+                plugin.precision,
+                device=device,
+                loss_scaling=self.loss_scaling,
+                stochastic_rounding=self.stochastic_rounding,
+                scaler=getattr(plugin, "scaler", None),
             )
         self._precision_plugin = plugin
 
