@@ -246,7 +246,7 @@ class Children:
             self._named.set()
             for process in self.processes:
                 process.terminate()
-        deadline = time.monotonic() + (TOLD if failed else GRACE)
+        deadline = time.monotonic() + (1.0 if failed else GRACE)  # of a run that has failed they have nothing to save, nor to say
         for local, process in enumerate(self.processes, start=1):
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
