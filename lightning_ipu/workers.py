@@ -89,7 +89,9 @@ def _kill(workers: list[BaseProcess]) -> None:
 def _start(worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
     """In a worker: leave Ctrl-C and SIGTERM to the run's process, as long as there is one, and do not outlive it."""
     maker = os.getppid()
-    with suppress(OSError, AttributeError, TypeError):  # torch's own watch looks every 5 s, between two batches; this one, of Linux alone, at once
+    with suppress(
+        OSError, AttributeError, TypeError
+    ):  # torch's own watch looks every 5 s, between two batches; this one, of Linux alone, at once
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def terminate(signum: int, frame: Any) -> None:

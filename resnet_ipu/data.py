@@ -13,7 +13,8 @@ import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from filelock import FileLock
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -389,12 +391,34 @@ class Index:
     def __init__(self, folder: Path | None, split: str) -> None:
         self.path = None if folder is None else folder / f"images-{split}.npz"
         self.content: dict[str, Any] = {}
-        if self.path is not None and self.path.is_file():
-            try:
-                with np.load(self.path, allow_pickle=False) as arrays:
-                    self.content = {**arrays, **json.loads(str(arrays["meta"]))}
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-                pass
+        self._stamp: tuple[int, int] | None = None  # of the file when it was read
+        self._read()
+
+    def _read(self) -> None:
+        """Read the file, unless it is the one that was read before."""
+        try:
+            found = os.stat(self.path) if self.path is not None else None
+            if found is None or (found.st_ino, found.st_mtime_ns) == self._stamp:
+                return
+            with np.load(self.path, allow_pickle=False) as arrays:
+                self.content = {**arrays, **json.loads(str(arrays["meta"]))}
+            self._stamp = found.st_ino, found.st_mtime_ns
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            pass
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While one process looks for what is not known yet, others wait, and then know it: those of a run all start at once.
+
+        Where no file can be kept, each looks for itself.
+        """
+        with ExitStack() as held:
+            if self.path is not None:
+                with suppress(OSError, NotImplementedError):  # no folder to write to, or a file system without locks
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    held.enter_context(FileLock(self.path.with_name(f".{self.path.name}.lock")))
+            self._read()
+            yield
 
     def save(self) -> None:
         """Write it, as a whole or not at all."""
@@ -794,10 +818,13 @@ class ImageNetDataModule(pl.LightningDataModule):
     def _make_part(self, split: str) -> ImageDataset | None:
         if split not in self.layout.folders | self.layout.shards:
             return None
-        source = self._sources(split)
-        bad: dict[int, str] = {}
+        index, bad = self._index(split), {}
+        with index.alone():
+            source = self._sources(split)
+            if self.on_bad_image == "skip":
+                bad = find_bad_images(source, index, workers=self.num_workers)
         if self.on_bad_image == "skip":
-            bad = self.bad_images[split] = find_bad_images(source, self._index(split), workers=self.num_workers)
+            self.bad_images[split] = bad
             if bad:
                 rank_zero_warn(
                     f"{len(bad):,} bad {split} images are left out, {len(source) - len(bad):,} are good; a list follows at the end"

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import multiprocessing
 import os
 import re
 import shutil
@@ -137,6 +138,37 @@ def test_a_second_start_reads_the_index_as_long_as_the_folders_are_the_same(tree
     assert module(tmp_path / "data", index_dir=tmp_path / "out").num_train_samples == GOOD + 1
 
 
+def test_of_the_processes_of_a_run_one_looks_for_bad_images_and_the_others_know_what_it_found(tmp_path):
+    folder = tmp_path / "data" / "train" / "ant"
+    folder.mkdir(parents=True)
+    for number in range(20):
+        (folder / f"{number:02}.png").write_bytes(b"no image" if number in (3, 7) else encoded(photo(number), "PNG"))
+    looks = tmp_path / "looks"
+
+    def start(results) -> None:
+        decode = data.decode
+
+        def noted(*arguments):
+            with looks.open("a") as file:
+                file.write("x")
+            time.sleep(0.02)
+            return decode(*arguments)
+
+        data.decode = noted
+        images = module(tmp_path / "data", on_bad_image="skip", index_dir=tmp_path / "out")
+        results.put((images.num_train_samples, sorted(images.bad_images["train"])))
+
+    fork = multiprocessing.get_context("fork")
+    results = fork.Queue()
+    processes = [fork.Process(target=start, args=(results,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert found == 3 * [(18, [3, 7])] and looks.read_text() == 20 * "x"
+
+
 def test_validation_images_in_one_folder_get_their_labels_from_imagenets_own_files(tree, tmp_path):
     io = pytest.importorskip("scipy.io")
     root = tmp_path / "ILSVRC" / "Data" / "CLS-LOC"
@@ -219,10 +251,10 @@ def test_names_that_are_no_text_are_shown_and_never_end_a_run(tmp_path, monkeypa
     (tmp_path / "train/b/good.jpg").write_bytes(encoded(photo(1), "JPEG"))
     screen = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # strict, as on most systems
     monkeypatch.setattr("sys.stdout", screen)
-    keep_quiet("test")
-    images = ImageNetDataModule(data_dir=tmp_path, on_bad_image="skip", image_size=16)
-    assert images.num_train_samples == 2
-    print(images.caveat, flush=True)
+    with keep_quiet("test"):
+        images = ImageNetDataModule(data_dir=tmp_path, on_bad_image="skip", image_size=16)
+        assert images.num_train_samples == 2
+        print(images.caveat, flush=True)
     assert f"  {tmp_path}/train/b/\\udce9 .jpg: no image of a known kind" in screen.buffer.getvalue().decode().splitlines()[1]
     os.rename(os.path.join(root, b"train/b"), os.path.join(root, b"train/\xe9"))
     with pytest.raises(DataFileError, match=r"the class folder b'\\xe9' has a name that is no text"):
