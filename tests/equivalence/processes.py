@@ -24,7 +24,7 @@ import reported
 import shaped
 import stopped
 import torch
-from pytorch_lightning.callbacks import BackboneFinetuning, LambdaCallback, ModelPruning
+from pytorch_lightning.callbacks import BaseFinetuning, LambdaCallback, ModelPruning
 from pytorch_lightning.utilities import CombinedLoader
 from runs import Net, blocks, classes, fit, loader, sgd
 from torch import nn
@@ -237,6 +237,14 @@ def outcome(module: Spread, trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
+class Thawing(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.network[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        pass
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(classes(64))
@@ -414,7 +422,7 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
         classes(64),
         {**PIPELINE, "callbacks": ModelPruning("l1_unstructured")},
     ),
-    "a callback that thaws": (lambda: Spread("blocks", "momentum"), classes(64), {**PIPELINE, "callbacks": BackboneFinetuning()}),
+    "a callback that thaws": (lambda: Spread("blocks", "momentum"), classes(64), {**PIPELINE, "callbacks": Thawing()}),
     "three replicas": (lambda: Spread("blocks", "momentum"), classes(64), {"R": 3}),
 }
 
