@@ -97,9 +97,9 @@ OPTIONS = (
     Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep images plane by plane in memory; slower on most devices"),
     #
     Option(name="--dataset", group=_DATA, key="data.dataset", type=choice(*DATA_SETS), shown="CIFAR-10, else SAMPLE", help="data set"),
-    Option(name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", default="data", help="where its files are, or are downloaded to"),
+    Option(name="--data-dir", group=_DATA, key="data.data_dir", type=cli.path, metavar="DIR", default="data", help="where its files are, or are downloaded to"),
     Option(name="--generated-data", group=_DATA, type=bool, help="make up images in the data set's shape, of classes that can be told apart; original: all zeros"),
-    Option(name="--validation-split", group=_DATA, key="data.validation_split", type=cli.fraction_or_count, metavar="SHARE", default=0, help="share or number of training images to hold out and validate on after every epoch"),
+    Option(name="--validation-split", group=_DATA, key="data.validation_split", type=cli.fraction_or_count("images"), metavar="SHARE", default=0, help="share or number of training images to hold out and validate on after every epoch"),
     Option(name="--augmentation", group=_DATA, type=bool, shown="with --recipe fast", help="random crops and flips of training images"),
     Option(name="--no-augmentation", group=_DATA, type=bool, excludes="--augmentation", help="none of them"),
     Option(name="--crop-padding", group=_DATA, type=positive(zero=True), shown="2", help="pixels of border that crops are taken from"),
@@ -115,7 +115,7 @@ OPTIONS = (
     Option(name="--pipeline-schedule", group=_PLAN, type=choice("1F1B", "GPipe", "Sequential", "Interleaved", "Grouped"), shown="1F1B", help="order of work in a pipeline; Interleaved is 1F1B, Grouped, the original's, is GPipe"),
     Option(name="--batches-per-step", group=_PLAN, key="trainer.strategy.device_iterations", type=positive(), shown=f"{ITERATIONS}; {ITERATIONS_WHEN_PROFILED} with --profile; original: 100", help="D, weight updates per host step at most"),
     Option(name="--precision", group=_PLAN, key="precision", type=cli.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
-    Option(name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of initial weights, order, augmentation and dropout"),
+    Option(name="--seed", group=_PLAN, type=cli.seed, default=0, help="of initial weights, order, augmentation and dropout"),
     #
     Option(name="--recipe", group=_TRAINING, type=choice(*RECIPES), default="original", help="original: SGD, 0.01, no augmentation, pixels from 0 to 1; fast: a rate that rises and falls, label smoothing, crops and flips, few epochs"),
     Option(name="--epochs", group=_TRAINING, key="epochs", type=positive(float), metavar="X", shown=f"keras 100, estimator 150; {EPOCHS_IN_A_HURRY} with --recipe fast; {EPOCHS_ON_SAMPLE} on SAMPLE", help="passes over the training set; fractions are turned into weight updates"),
@@ -134,7 +134,7 @@ OPTIONS = (
     *cli.MACHINE_OPTIONS,
     Option(name="--log-interval", group=_RUN, key="log_interval", type=positive(float), metavar="SECONDS", shown="10, or a terminal's moving line; original: 3", help="seconds between lines that say how far the run is"),
     Option(name="--summary-interval", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="weight updates between rows of metrics.csv; original: 1"),
-    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one", aliases=("--model-dir",)),
+    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", type=cli.path, metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one", aliases=("--model-dir",)),
     Option(name="--profile", group=_RUN, type=bool, help="write train_report.txt and eval_report.txt into --output-dir: which operators took how long"),
     *cli.CHECKPOINT_OPTIONS,
 )  # fmt: skip

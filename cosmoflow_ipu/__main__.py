@@ -78,7 +78,7 @@ OPTIONS = (
     Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep volumes redshift by redshift in memory; slower on most devices"),
     #
     Option(name="--dataset", group=_DATA, type=choice(*DATA_SETS), shown="tfrecord with --data-dir, else synthetic", help="simulated universes, CosmoFlow's files, or one random cube over and over"),
-    Option(name="--data-dir", group=_DATA, key="data.data_dir", metavar="DIR", shown="data", help="folder of .tfrecord files, plain or gzip, in train/ and validation/ or together; where simulated ones are kept"),
+    Option(name="--data-dir", group=_DATA, key="data.data_dir", type=cli.path, metavar="DIR", shown="data", help="folder of .tfrecord files, plain or gzip, in train/ and validation/ or together; where simulated ones are kept"),
     Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), shown="2000; of files: all", help="training samples"),
     Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train; of files: all", help="validation samples; 0 does not validate"),
     Option(name="--validation-split", group=_DATA, key="data.validation_split", type=positive(float), metavar="X", shown="0.1", help="share of the universes to hold out where all files lie in one folder"),
@@ -98,7 +98,7 @@ OPTIONS = (
     Option(name="--recompute", group=_PLAN, key="trainer.strategy.recompute", type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
     Option(name="--iterations-per-loop", group=_PLAN, key="trainer.strategy.device_iterations", type=positive(), default=16, help="D, weight updates per host step at most"),
     Option(name="--precision", group=_PLAN, key="precision", type=cli.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
-    Option(name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of universes, initial weights, order and symmetries"),
+    Option(name="--seed", group=_PLAN, type=cli.seed, default=0, help="of universes, initial weights, order and symmetries"),
     #
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="SGD", help="SGD has a momentum of 0.9"),
     Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02 x samples of a weight update / 8; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
@@ -111,7 +111,7 @@ OPTIONS = (
     Option(name="--processes", group=_RUN, key="trainer.devices", type=positive(), shown="1, or torchrun's", help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages"),
     *cli.MACHINE_OPTIONS,
     Option(name="--steps-per-log", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="rows of metrics.csv"),
-    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
+    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", type=cli.path, metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
     Option(name="--data-benchmark", group=_RUN, type=bool, help="do not train: read the training set as fast as it goes, 3 epochs, and say how fast"),
     Option(name="--print-fom", group=_RUN, type=bool, help="end with the figure of merit, the validation's mean absolute error, as a line of its own"),
     *cli.CHECKPOINT_OPTIONS,
@@ -126,18 +126,18 @@ OPTIONS = (
 
 GENERATE_OPTIONS = (
     *SIMULATION_OPTIONS,
-    Option(name="--output-dir", group=_DATA, metavar="DIR", help="gets train/, validation/ and test/ with .tfrecord files; must be given"),
+    Option(name="--output-dir", group=_DATA, type=cli.path, metavar="DIR", help="gets train/, validation/ and test/ with .tfrecord files; must be given"),
     Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), default=2000, help="training cubes"),
     Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train", help="validation cubes, and as many to test on"),
-    Option(name="--seed", group=_DATA, key="data.seed", type=positive(zero=True), default=0, help="of the universes"),
+    Option(name="--seed", group=_DATA, key="data.seed", type=cli.seed, default=0, help="of the universes"),
     Option(name="--num-workers", group=_RUN, type=positive(), shown="the cores it may use", help="processes"),
 )  # fmt: skip
 
 SHOW_OPTIONS = (
     *(replace(option, shown="64") if option.name == "--cells" else option for option in SIMULATION_OPTIONS if option.name not in ("--sample-size", "--pack")),
     Option(name="--index", group=_DATA, type=positive(zero=True), default=0, help="number of the universe"),
-    Option(name="--seed", group=_DATA, type=positive(zero=True), default=0, help="of the universes"),
-    Option(name="--output", group=_RUN, metavar="FILE", default="universe.png", help="where the picture goes"),
+    Option(name="--seed", group=_DATA, type=cli.seed, default=0, help="of the universes"),
+    Option(name="--output", group=_RUN, type=cli.path, metavar="FILE", default="universe.png", help="where the picture goes"),
 )  # fmt: skip
 
 
@@ -233,6 +233,7 @@ def _find_config(name: str) -> Path:
             f"--config {name} is laid out for the original program (data, model, optimizer, train, ipu_config): give its values as"
             " options, which have the same names, or start from configs/graphcore.yaml of the package"
         )
+    configs.content_of(place, "cosmoflow_ipu")
     return place
 
 
@@ -313,10 +314,12 @@ def _show(given: dict[str, Any]) -> int:
     """Draw a simulated universe."""
     from cosmoflow_ipu.pictures import draw_universe
     from cosmoflow_ipu.universe import Universes
+    from lightning_ipu.output import check_writable
 
     options = _data_options({"cells": 64, **given}, SHOW_OPTIONS)
     universes = Universes(**{"voxel_size": 4.0, "oversample": 2, "spread": 0.3, "seed": given.get("seed", 0), **options})
     path = Path(given.get("output", "universe.png"))
+    check_writable(path.parent)
     try:
         draw_universe(universes, given.get("index", 0), path=path)
     except ModuleNotFoundError as error:

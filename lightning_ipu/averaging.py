@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ipu.checkpoint import atomic_write, read_checkpoint
+from lightning_ipu.output import check_writable
 from lightning_ipu.resume import weight_updates_in
 
 __all__ = ["AVERAGE", "OF_CHECKPOINTS", "TRAINED", "AveragedWeights", "average_checkpoints", "description"]
@@ -276,6 +277,7 @@ def write_average(given: dict[str, Any]) -> str:
     target = Path(given.get("checkpoint_output_path", directory / "averaged.ckpt"))
     if target.exists() and OF_CHECKPOINTS not in read_checkpoint(target):
         raise ValueError(f"--checkpoint-output-path {target} is a checkpoint of a run, which would be lost; choose another name")
+    check_writable(target.parent)
     checkpoint, files, averages = average_checkpoints(paths, kind=kind, decay=decay, last=None if last == -1 else last)
     with atomic_write(target) as file:
         torch.save(checkpoint, file)

@@ -46,13 +46,16 @@ __all__ = [
     "numbers",
     "output_directory",
     "parse",
+    "path",
     "positive",
     "precision_choice",
     "report",
+    "seed",
     "settings_of",
     "warn",
 ]
 
+LARGEST_SEED = 2**32 - 1  # of numpy's
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
@@ -140,15 +143,42 @@ def positive(kind: type = int, *, zero: bool = False) -> Callable[[str], Any]:
     return read
 
 
-def fraction_or_count(text: str) -> int | float:
-    """Reader of Lightning's limits: a whole number of batches, or with a decimal point a share between 0.0 and 1.0."""
-    try:
-        value: int | float = float(text) if "." in text else int(text)
-    except ValueError:
-        value = -1
-    if value < 0 or (isinstance(value, float) and value > 1):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of batches or a share between 0.0 and 1.0")
+def fraction_or_count(what: str, *, least: int = 0) -> Callable[[str], int | float]:
+    """Reader of a whole number of ``what``, at least ``least``, or with a decimal point a share of them between 0.0 and 1.0."""
+
+    def read(text: str) -> int | float:
+        try:
+            value: int | float = float(text) if "." in text else int(text)
+        except ValueError:
+            value = -1
+        if not least <= value and not 0 < value < 1 or value < 0 or (isinstance(value, float) and value > 1):
+            shares = "a share between 0.0 and 1.0" if least == 0 else "a share above 0.0 and up to 1.0"
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be a whole number of {what}{f' from {least} on' if least else ''}, or {shares}"
+            )
+        return value
+
+    return read
+
+
+def seed(text: str) -> int:
+    """Reader of a seed that every random stream takes."""
+    value = int(text) if text.isascii() and text.isdigit() else -1
+    if not 0 <= value <= LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to {LARGEST_SEED}")
     return value
+
+
+def path(text: str) -> str:
+    """Reader of the path of a file or folder; ~ is a home directory, as in a shell.
+
+    A name that YAML would take for something else, such as null or 1e3, is given with its folder: ./null.
+    """
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no path: give a file or folder")
+    place = os.path.expanduser(text)
+    plain = re.fullmatch(r"[A-Za-z_][\w.-]*", place) and place.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+    return place if plain or "/" in place else f"./{place}"
 
 
 def boolean(text: str) -> bool:
@@ -261,10 +291,18 @@ AVERAGE_OPTIONS = (
         name="--checkpoint-input-path",
         group="average",
         metavar="DIR",
+        type=path,
         shown="results/checkpoints",
         help="the checkpoints of a run; its output directory will do",
     ),
-    Option(name="--checkpoint-output-path", group="average", metavar="FILE", shown="averaged.ckpt beside them", help="gets the average"),
+    Option(
+        name="--checkpoint-output-path",
+        group="average",
+        metavar="FILE",
+        type=path,
+        shown="averaged.ckpt beside them",
+        help="gets the average",
+    ),
     Option(
         name="--weight-avg-strategy",
         group="average",
@@ -433,22 +471,16 @@ def _say_once(line: str) -> None:
 def output_directory(given: Mapping[str, Any]) -> str:
     """Where the short options put what the run writes."""
     directory = given.get("output_dir") or given.get("log_dir") or "results"
-    return f"{directory}/{given['log_dir_string']}" if "log_dir_string" in given else directory
+    return os.path.normpath(os.path.join(directory, given["log_dir_string"])) if "log_dir_string" in given else directory
 
 
 def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dict[str, Any]:
     """The short options that the run in the output directory was started with, under those that are given now."""
-    import yaml
-
     directory = output_directory(given)
-    try:
-        with open(f"{directory}/config.yaml") as file:
-            config = yaml.load(file, yaml.CSafeLoader)
-    except FileNotFoundError:
+    if not Path(directory, "config.yaml").exists():
         return given  # the run begins
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"--resume: {directory}/config.yaml cannot be read ({' '.join(str(error).split())})") from None
-    before = config.get("short_options") if isinstance(config, dict) else None
+    config = configs.content_of(Path(directory, "config.yaml"), prog)
+    before = config.get("short_options")
     if before is None:
         raise UsageError(
             f"--resume: the run in {directory} was started by fit; resume it with"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_ipu.cli import Option
 
 HARDWARE, BASE = "ipu_hardware", "base"
+COMMAND = "command"  # in a run's config.yaml: whose it is
 _OF_A_START = ("--config", "--resume")  # options that no file may hold
 _LIGHTNING_SECTIONS = ("trainer", "model", "data")
 
@@ -84,7 +87,7 @@ def find(name: str, *, folder: Path, prog: str) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.exists() and not path.is_dir():
         return path
     if path.parent in (Path(), Path(folder.name), Path(folder.parent.name, folder.name)):
@@ -105,18 +108,48 @@ def _is_lightnings(text: str) -> bool:
     return text.startswith("trainer:") or "\ntrainer:" in text
 
 
-def _load(path: Path, prog: str) -> dict[Any, Any]:
+def content_of(path: Path, prog: str) -> dict[Any, Any]:
+    """What a YAML file of settings holds by their names.
+
+    Raises:
+        ConfigError: it is no YAML file, has no settings, or is another command's.
+    """
     import yaml
 
+    hint = "; a checkpoint is given with --ckpt_path" if path.suffix == ".ckpt" else ""
     try:
         with path.open() as file:
-            keys = yaml.load(file, yaml.CSafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if keys is None:
-        return {}
-    if not isinstance(keys, dict):
-        raise ConfigError(f"{path}: must hold one option a line, such as `epochs: 30`, not a {type(keys).__name__}")
+            content = yaml.load(file, yaml.CSafeLoader)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:  # bytes that are no text are a ValueError
+        raise ConfigError(f"{path} is not a YAML file: {' '.join(str(error).split())}{hint}") from None
+    if content is None:
+        raise ConfigError(f"{path} is empty: a configuration has at least one setting")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold one option a line, such as `epochs: 30`, not a {type(content).__name__}{hint}")
+    if (command := content.get(COMMAND) or prog) != prog:
+        raise ConfigError(f"{path} is a configuration of {command}, not of {prog}: python -m {command} fit --config {path}")
+    return content
+
+
+@cache
+def quote_strings() -> None:
+    """From now on jsonargparse writes YAML whose strings every reader takes for strings: 1e3 is a number to its own reader, not to PyYAML."""
+    import jsonargparse
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes what would be read as a number, too."""
+
+    number = re.compile(r"[-+.]?[0-9][-+0-9._:eE]*|0[xob][0-9a-fA-F_]+")
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    options = {"default_flow_style": False, "allow_unicode": True, "sort_keys": False}
+    jsonargparse.set_dumper("yaml", lambda content: yaml.dump(content, Dumper=Dumper, **options))
+
+
+def _load(path: Path, prog: str) -> dict[Any, Any]:
+    keys = content_of(path, prog)
     if any(isinstance(keys.get(section), dict) for section in _LIGHTNING_SECTIONS):
         raise ConfigError(f"{path} is laid out for LightningCLI: python -m {prog} fit --config {path}")
     return keys

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 LAUNCHED_BY_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
+MOST_THREADS = 1024  # of one operation
 GRACE = 10.0  # seconds in which the first process, or one that lost another, may still say what happened, before the others are ended
 LAUNCHED_BY = int(os.environ.pop(LAUNCHED_BY_VARIABLE, "0"))  # taken out at once: what this process itself may start is not rank 0's
 
@@ -163,6 +164,8 @@ def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
 
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
+    if threads is not None and threads > MOST_THREADS:
+        raise ValueError(f"threads={threads} are more than any machine has cores, and the system dies of them: give at most {MOST_THREADS}")
     if threads is None and not os.environ.get("OMP_NUM_THREADS"):
         threads = max(1, usable_cores() // (1 if _is_bound() else processes))
     if threads is not None:

@@ -7,8 +7,9 @@ import io
 import itertools
 import locale
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +24,7 @@ try:
 except ImportError:  # not a POSIX system: directories are then not locked
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MetricsFile", "OutputDirectory", "OutputDirectoryError", "free_name", "write_atomically", "write_scores"]
+__all__ = ["MetricsFile", "OutputDirectory", "OutputDirectoryError", "check_writable", "free_name", "write_atomically", "write_scores"]
 
 CONFIG, METRICS, CHECKPOINTS, SCORES = "config.yaml", "metrics.csv", "checkpoints", "validation.csv"
 TRAIN_REPORT, EVAL_REPORT = "train_report.txt", "eval_report.txt"
@@ -31,6 +32,21 @@ TRAIN_REPORT, EVAL_REPORT = "train_report.txt", "eval_report.txt"
 
 class OutputDirectoryError(ValueError):
     """The output directory cannot be used; the message names it and says what would help."""
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise OutputDirectoryError(f"cannot write in the output directory {directory}: {error.strerror}") from None
+
+
+def check_writable(directory: str | Path) -> None:
+    """Raise OutputDirectoryError before the work, and not after it, where a directory cannot be made or written to."""
+    with _writing_to(Path(directory)), tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 class OutputDirectory:
@@ -41,11 +57,8 @@ class OutputDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
+        with _writing_to(self.path):
             self._lock: IO[str] = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until the process ends
-        except OSError as error:
-            raise OutputDirectoryError(f"cannot write in the output directory {self.path}: {error.strerror}") from None
         if fcntl is not None:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,11 +32,21 @@ from typing_extensions import override
 
 from lightning_ipu import averaging, cli, machine
 from lightning_ipu.checkpoint import atomic_write, read_checkpoint
+from lightning_ipu.configs import COMMAND, quote_strings
 from lightning_ipu.display import RunDisplay, closing_lines, score_table
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import Launcher
 from lightning_ipu.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
-from lightning_ipu.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name, write_atomically, write_scores
+from lightning_ipu.output import (
+    CHECKPOINTS,
+    CONFIG,
+    MetricsFile,
+    OutputDirectory,
+    check_writable,
+    free_name,
+    write_atomically,
+    write_scores,
+)
 from lightning_ipu.plan import Plan
 from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import KEY, check_numbers, weight_updates_in
@@ -47,6 +57,13 @@ __all__ = ["Command", "CommandLine", "keep_quiet", "run_command"]
 
 VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
 OF_A_REPLAY = ("--config", "--resume", "--ckpt_path", "--trainer.default_root_dir")
+_LIMITS = {
+    "fit": ("limit_train_batches", "train on"),
+    "validate": ("limit_val_batches", "validate"),
+    "test": ("limit_test_batches", "test"),
+    "predict": ("limit_predict_batches", "predict"),
+}
+PATHS = ("trainer.default_root_dir", "ckpt_path", "checkpoint_input_dir", "data.data_dir", "data.index_dir", "model.pretrained")
 MOVABLE = ("data.data_dir", "data.index_dir", "data.num_workers")  # settings that a run may go on with others of, unremarked
 
 
@@ -123,6 +140,7 @@ class CommandLine(LightningCLI):
     trains = True  # whether fit writes into the output directory
 
     def __init__(self, command: Command, arguments: list[str], *, signals: SignalHandler) -> None:
+        quote_strings()
         self.command, self.signals = command, signals
         self.output: OutputDirectory | None = None
         self.display: RunDisplay | None = None
@@ -185,6 +203,7 @@ class CommandLine(LightningCLI):
             default=None,
             help="short options that this configuration was made from; --resume reads them",
         )
+        parser.add_argument(f"--{COMMAND}", type=str, default=self.command.prog, help="whose configuration this is")
         parser.add_argument(
             "--epochs",
             type=PositiveFloat | None,
@@ -225,8 +244,10 @@ class CommandLine(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, with the settings that a given checkpoint was trained with as defaults: what is typed or configured goes before."""
+        self.words = list(args)
         super().parse_arguments(parser, args)
         config = self.config[self.config.subcommand]
+        self._check(config)
         path = config.get("ckpt_path")
         restarted = (
             machine.launcher() == "torchrun" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -249,19 +270,36 @@ class CommandLine(LightningCLI):
                 raise MisconfigurationException(
                     f"{path} is an average ({self.averaged}), with no training to go on with: resume from one of its checkpoints"
                 )
-            self._subcommand_parsers[self.config.subcommand].set_defaults(self._settings_in(checkpoint))
+            self._subcommand_parsers[self.config.subcommand].set_defaults(self._settings_in(checkpoint, settings_from))
             super().parse_arguments(parser, args)
+            self._check(self.config[self.config.subcommand])
         self.ckpt_path = None if path is None else str(path)
+        self.settings_from = settings_from
         if self.config.subcommand == "fit" and checkpoint is not None:
             self.resumed = checkpoint
-            self._compare_settings(checkpoint)
+            self._compare_settings(checkpoint, path)
         config = self.config[self.config.subcommand]
         config.ckpt_path, config.resume = None, False  # of this start, not of the run
         changing = [word for word in args if word.startswith("--") and not word.startswith(OF_A_REPLAY)]
         if changing and not any(word.startswith("--short_options") for word in changing):
             config.short_options = None  # they were another run's
 
-    def _compare_settings(self, checkpoint: dict[str, Any]) -> None:
+    @staticmethod
+    def _check(config: Any) -> None:
+        """Refuse what Lightning, numpy or the system would take for something else, or die of."""
+        seed = config.seed_everything
+        if not isinstance(seed, bool) and not 0 <= seed <= cli.LARGEST_SEED:
+            raise MisconfigurationException(f"seed_everything={seed} must lie between 0 and {cli.LARGEST_SEED}")
+        if config.trainer.default_root_dir is None:
+            raise MisconfigurationException("trainer.default_root_dir=null: the results need a directory; one of this name is ./null")
+        for name in PATHS:
+            if (value := config.get(name)) is None:
+                continue
+            if not str(value).strip():
+                raise MisconfigurationException(f"{name} is empty: give a path")
+            config[name] = type(value)(os.path.expanduser(value))
+
+    def _compare_settings(self, checkpoint: dict[str, Any], path: str | Path) -> None:
         """Refuse to go on with another plan or model, and say which settings of the data are others.
 
         The plan comes first: a learning rate that follows from it is no cause, and would be named as one.
@@ -270,7 +308,7 @@ class CommandLine(LightningCLI):
         if (saved := checkpoint.get(KEY, {}).get("numbers")) is not None and hasattr(config.trainer.strategy, "init_args"):
             factors = {name: config.trainer.strategy.init_args[name] for name in ("replication_factor", "gradient_accumulation_factor")}
             check_numbers(saved, Plan(micro_batch_size=config.data.micro_batch_size, **factors))
-        for name, before in self._settings_in(checkpoint).items():
+        for name, before in self._settings_in(checkpoint, path).items():
             section, _, key = name.partition(".")
             now = config.get(name)
             if now == before or name in MOVABLE or section not in ("model", "data"):
@@ -286,10 +324,17 @@ class CommandLine(LightningCLI):
                 f"{now}, but the run to be resumed has {before}: give {before}, or begin a new run without resuming"
             )
 
-    def _settings_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        linked = {argument for _, argument in self.command.links} | {"_instantiator"}
+    def _settings_in(self, checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
+        """The settings that a checkpoint was trained with, by LightningCLI's keys; those of another command are refused."""
+        prog, linked = self.command.prog, {argument for _, argument in self.command.links} | {"_instantiator"}
         settings = {f"model.{name}": value for name, value in checkpoint.get("hyper_parameters", {}).items() if name not in linked}
-        return settings | checkpoint.get(SETTINGS, {})
+        settings |= checkpoint.get(SETTINGS, {})
+        if (command := settings.get(COMMAND, prog)) != prog:
+            raise MisconfigurationException(f"{path} is a checkpoint of {command}, not of {prog}: python -m {command} takes it")
+        known = self._subcommand_parsers[self.config.subcommand].get_defaults()
+        if unknown := [name for name in settings if name not in known]:
+            raise MisconfigurationException(f"{path} is no checkpoint of {prog}, which knows no {', '.join(unknown[:3])}")
+        return settings
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let a checkpoint's settings override those of the command line, in silence."""
@@ -299,6 +344,16 @@ class CommandLine(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        if self.subcommand != "fit":  # which needs no callback's state
+            warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint need to be provided")
+        if (
+            self.subcommand != "fit"
+            and config.data.get("index_dir")
+            and not any(word.startswith("--data.index_dir") for word in self.words)
+        ):
+            # The run's list of its images serves again, but none is left in the directory that an evaluation happens to run in.
+            folder = self.settings_from and Path(self.settings_from).parent
+            config.data.index_dir = str(folder.parent) if folder and folder.name == CHECKPOINTS else None
         set_up_machine(**config.machine, processes=self._process_count(on_this_machine=True))
         accelerator = config.trainer.accelerator
         if accelerator == "auto":  # never Apple's or another device that the engine was not made for
@@ -345,13 +400,14 @@ class CommandLine(LightningCLI):
         if settings.devices == "auto":
             kwargs["devices"] = 1  # one process serves the whole plan, on the first device of several
 
-        if settings.limit_val_batches == 0 or getattr(self.datamodule, "num_validation_samples", None) == 0:
+        if self.subcommand == "fit" and (settings.limit_val_batches == 0 or getattr(self.datamodule, "num_validation_samples", None) == 0):
             for checkpoint in (config.checkpoint, self.config_init[self.subcommand].checkpoint):
                 if (checkpoint.monitor or "").startswith("val_"):  # which nothing will log: the latest is kept, not the best
                     checkpoint.monitor, checkpoint.filename = None, "update{step}"
                     if config.keep_last > 1 or config.events.checkpoints is not None:
                         checkpoint.save_top_k = 0  # several of the latest are kept, under that name
 
+        kwargs |= self._limit(settings)
         directory = Path(settings.default_root_dir)
         callbacks: list[Callback] = list(settings.callbacks or [])
         if settings.enable_progress_bar is not False and not any(isinstance(callback, pl.callbacks.ProgressBar) for callback in callbacks):
@@ -367,7 +423,7 @@ class CommandLine(LightningCLI):
             kwargs["logger"] = False  # an evaluation must not write into the directory of the run that it evaluates
         if writes:
             kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
-            kept["half_type"] = config.half_type
+            kept |= {"half_type": config.half_type, COMMAND: self.command.prog}
             fit = self.config_init[self.subcommand]
             self.checkpoints = RunCheckpoints(
                 directory / CHECKPOINTS,
@@ -392,6 +448,18 @@ class CommandLine(LightningCLI):
             if own_loggers:
                 trainer.loggers = self._loggers(directory)
         return trainer
+
+    def _limit(self, settings: Any) -> dict[str, float]:
+        """The Trainer's limit on what is to be done; of a run that was not validated all is, now that somebody asks for it."""
+        for name in ("max_epochs", "max_steps"):
+            if self.subcommand == "fit" and settings[name] == 0:
+                raise MisconfigurationException(f"trainer.{name}=0 trains nothing; give at least 1")
+        name, what = _LIMITS[self.subcommand]
+        if settings[name] != 0:
+            return {}
+        if self.subcommand == "fit" or any(word.startswith(f"--trainer.{name}") for word in self.words):
+            raise MisconfigurationException(f"trainer.{name}=0 leaves nothing to {what}; leave it out, or give at least 1")
+        return {name: 1.0}
 
     def _run_length(self) -> tuple[dict[str, int], str | None]:
         """The Trainer's bounds where they are not its own settings, and how many epochs the run has, in words, where it is known."""
@@ -514,7 +582,7 @@ class CommandLine(LightningCLI):
             closing_lines(throughput=self.display and self.display.throughput, accuracy=final.get(VAL_ACCURACY), loss=final.get(VAL_LOSS))
         )
         if self.config.fit.then_test:
-            scores = self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)[0]
+            scores = self._only(self.trainer.test(self.model, datamodule=self.datamodule, verbose=False), "test")
             lines = closing_lines(accuracy=scores.get("test_accuracy"), loss=scores.get("test_loss"))
             self._close([f"test {line}" for line in lines])
         if validates:  # last, since it leaves other weights behind
@@ -542,19 +610,22 @@ class CommandLine(LightningCLI):
             self._close_evaluation([])
             return
         self._warn_of_random_weights()
-        scores = self.trainer.validate(**{**arguments, "ckpt_path": self.ckpt_path, "verbose": False})[0]
+        scores = self._only(self.trainer.validate(**{**arguments, "ckpt_path": self.ckpt_path, "verbose": False}), "validate")
         self._close_evaluation(closing_lines(accuracy=scores.get(VAL_ACCURACY), loss=scores.get(VAL_LOSS)))
 
     def test(self, **arguments: Any) -> None:
         """Lightning's ``test`` with this command's closing lines in place of its table."""
         self._warn_of_random_weights()
-        scores = self.trainer.test(**{**arguments, "ckpt_path": self.ckpt_path, "verbose": False})[0]
+        scores = self._only(self.trainer.test(**{**arguments, "ckpt_path": self.ckpt_path, "verbose": False}), "test")
         self._close_evaluation(closing_lines(accuracy=scores.get("test_accuracy"), loss=scores.get("test_loss")))
 
     def predict(self, **arguments: Any) -> None:
         """Lightning's ``predict``; what it returns is saved in ``predictions.pt``, in the order of the data, an earlier file aside."""
         self._warn_of_random_weights()
+        if self.trainer.is_global_zero:
+            check_writable(self.trainer.default_root_dir)
         batches = self.trainer.predict(**{**arguments, "ckpt_path": self.ckpt_path, "return_predictions": True})
+        self._only(batches, "predict")
         tensors = bool(batches) and all(isinstance(batch, torch.Tensor) for batch in batches)
         predictions = torch.cat(batches) if tensors else batches
         path = Path(self.trainer.default_root_dir) / "predictions.pt"
@@ -568,6 +639,12 @@ class CommandLine(LightningCLI):
         shape = " x ".join(map(str, predictions.shape)) if tensors else f"{len(batches)} batches"
         self._close_evaluation([f"predictions: {path} ({shape})"])
 
+    def _only(self, results: Sequence[Any] | None, what: str) -> Any:
+        """What an evaluation of the one loader gave; an error where the data had nothing to evaluate."""
+        if not results:
+            raise MisconfigurationException(f"there is nothing to {what}: no such samples in {self.datamodule.description}")
+        return results[0]
+
     def _score_checkpoints(self) -> list[dict[str, Any]]:
         """Validate all checkpoints in ``checkpoint_input_dir``, or those that the run made per epoch: a table, ``validation.csv``, and rows."""
         config, made = self.config[self.subcommand], self._made_per_epoch()
@@ -578,12 +655,16 @@ class CommandLine(LightningCLI):
             paths = sorted(Path(folder).glob("*.ckpt"))
             if not paths:
                 warnings.warn(f"there is no checkpoint (*.ckpt) in {folder}", stacklevel=2)
+        if paths and self.trainer.is_global_zero:
+            check_writable(self.trainer.default_root_dir)
         rows: list[dict[str, Any]] = []
         loggers = self.trainer.loggers
         for updates, epochs, path in stages_of(paths):
             is_final = updates == self.trainer.global_step and path in made.values()
             self.trainer.loggers = loggers if is_final else []  # whose x axis stands at the run's end
-            scores = self.trainer.validate(self.model, datamodule=self.datamodule, ckpt_path=str(path), verbose=False)[0]
+            scores = self._only(
+                self.trainer.validate(self.model, datamodule=self.datamodule, ckpt_path=str(path), verbose=False), "validate"
+            )
             rows.append({"step": updates, "epochs": epochs, "checkpoint": path.name, **scores})
         self.trainer.loggers = loggers
         if rows and self.trainer.is_global_zero:
@@ -701,9 +782,21 @@ def _is_meant_for_people(error: Exception) -> bool:
     """
     if isinstance(error, (MisconfigurationException, ArgumentError)) or str(error).startswith(_MISFIT):
         return True
+    if _missing_package(error) is not None:
+        return True
     if isinstance(error, OSError):
         return error.filename is not None or _raised_here(error)
     return isinstance(error, ValueError) and _raised_here(error)
+
+
+def _missing_package(error: Exception) -> str | None:
+    """What a class that a configuration names says of a package that it needs and that is not installed."""
+    named, cause = re.search(r"Problem with given class_path '([\w.]+)'", str(error)), error
+    while named and cause is not None:
+        if isinstance(cause, ModuleNotFoundError):
+            return f"{named[1]}: {cause}"
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _raised_here(error: Exception) -> bool:
@@ -721,4 +814,4 @@ def _raised_here(error: Exception) -> bool:
 def _one_line(error: Exception) -> str:
     if str(error).startswith(_MISFIT):
         return f"the checkpoint does not fit the network: {textwrap.shorten(str(error).splitlines()[1], 160)}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join((_missing_package(error) or str(error)).split()) or type(error).__name__

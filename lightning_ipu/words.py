@@ -22,7 +22,7 @@ def arranged(words: Sequence[str], *, folder: Path, prog: str) -> list[str]:
         prog: the command's name.
 
     Raises:
-        ConfigError: there is no such configuration.
+        ConfigError: there is no such configuration, or it is none.
     """
     files, sections, others = [], [], []
     following = iter(words)
@@ -36,6 +36,8 @@ def arranged(words: Sequence[str], *, folder: Path, prog: str) -> list[str]:
         if is_config and value:
             files.append(f"--config={_placed(value, folder, prog)}")
         elif is_section:
+            if "{" not in value and Path(value).is_file():
+                configs.content_of(Path(value), prog)
             sections.append(f"{name}={value}")
         else:
             others.append(word)
@@ -74,7 +76,10 @@ def _is_config(name: str) -> bool:
 def _placed(name: str, folder: Path, prog: str) -> str:
     if name == "-" or "{" in name or "\n" in name:  # standard input, or YAML itself
         return name
-    return str(configs.find(name, folder=folder, prog=prog))
+    path = configs.find(name, folder=folder, prog=prog)
+    if path.is_file():  # what comes through a pipe is read once, by LightningCLI
+        configs.content_of(path, prog)
+    return str(path)
 
 
 def _loaded(text: str) -> Any:

@@ -161,6 +161,7 @@ OPTIONS = (
         name="--pretrained",
         group=_NETWORK,
         key="model.pretrained",
+        type=cli.path,
         metavar="FILE",
         help="start from a state_dict under torchvision's names, such as its .pth files",
     ),
@@ -193,6 +194,7 @@ OPTIONS = (
         name="--data-dir",
         group=_DATA,
         key="data.data_dir",
+        type=cli.path,
         metavar="DIR",
         default="data",
         help="where its files are, or are downloaded to",
@@ -202,7 +204,7 @@ OPTIONS = (
         name="--validation-split",
         group=_DATA,
         key="data.validation_split",
-        type=cli.fraction_or_count,
+        type=cli.fraction_or_count("images"),
         metavar="SHARE",
         shown="0.1; SAMPLE has 500 images of its own",
         help="share or number of training images to validate on; the test set is left for --test",
@@ -454,9 +456,7 @@ OPTIONS = (
         excludes="--loss-scaling",
         help="double the factor every 2,000 updates; skip an update that overflows, and halve it",
     ),
-    Option(
-        name="--seed", group=_PLAN, type=positive(zero=True), default=0, help="of initial weights, order, augmentation and held-out images"
-    ),
+    Option(name="--seed", group=_PLAN, type=cli.seed, default=0, help="of initial weights, order, augmentation and held-out images"),
     Option(
         name="--deterministic",
         group=_PLAN,
@@ -650,14 +650,14 @@ OPTIONS = (
         name="--limit-train-batches",
         group=_TRAINING,
         key="trainer.limit_train_batches",
-        type=cli.fraction_or_count,
+        type=cli.fraction_or_count("micro-batches", least=1),
         help="micro-batches per epoch, or with a decimal point a share of the training set",
     ),
     Option(
         name="--limit-val-batches",
         group=_TRAINING,
         key="trainer.limit_val_batches",
-        type=cli.fraction_or_count,
+        type=cli.fraction_or_count("micro-batches"),
         help="the same for validation",
     ),
     Option(name="--training", group=_TRAINING, type=bool, default=True, help="false scores checkpoints, or random weights, instead"),
@@ -730,9 +730,20 @@ OPTIONS = (
     ),
     Option(name="--wandb-run-name", group=_RUN, key="wandb_run_name", metavar="NAME", shown="chosen there", help="name of the run there"),
     Option(name="--wandb-tags", group=_RUN, key="wandb_tags", type=cli.names, metavar="NAMES", help="its tags there, with commas"),
-    Option(name="--output-dir", group=_RUN, metavar="DIR", shown="results", help="gets config.yaml, metrics.csv and checkpoints/"),
-    Option(name="--log-dir", group=_RUN, metavar="DIR", excludes="--output-dir", help="the original's word for --output-dir"),
-    Option(name="--log_dir_string", group=_RUN, metavar="NAME", help="put the output into this sub-directory of --output-dir"),
+    Option(
+        name="--output-dir",
+        group=_RUN,
+        type=cli.path,
+        metavar="DIR",
+        shown="results",
+        help="gets config.yaml, metrics.csv and checkpoints/",
+    ),
+    Option(
+        name="--log-dir", group=_RUN, type=cli.path, metavar="DIR", excludes="--output-dir", help="the original's word for --output-dir"
+    ),
+    Option(
+        name="--log_dir_string", group=_RUN, type=cli.path, metavar="NAME", help="put the output into this sub-directory of --output-dir"
+    ),
     *cli.CHECKPOINT_OPTIONS,
     Option(
         name="--ckpts-per-epoch",
@@ -755,6 +766,7 @@ OPTIONS = (
         name="--checkpoint-input-dir",
         group="checkpoints",
         key="checkpoint_input_dir",
+        type=cli.path,
         metavar="DIR",
         help="score every checkpoint there, in the order of their weight updates, instead",
     ),
@@ -1076,10 +1088,8 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
     """Rows for the table: network, data, device, precision, and what options were carried out as or have no effect."""
     data, size, given = line.datamodule, line.model.hparams.size, line.short_options
     network = f"ResNeXt-{size[1:]} (32x4d)" if size.startswith("x") else size if size in TOY_MODELS else f"ResNet-{size}"
-    if data.dataset_name == "IMAGENET":
-        images, classes = data.summary(line.subcommand), [("classes", data.class_summary)]
-    else:
-        images, classes = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on", []
+    images = f"{data.num_train_samples:,} to train on, {data.num_validation_samples:,} to validate on"
+    classes = [("classes", data.class_summary)] if data.dataset_name == "IMAGENET" else []
     extra = []
     if (group := given.get("dbn_replica_group_size", 1)) > 1:
         extra.append(("batch norms", f"over groups of {group} replicas, carried out as one replica with the group's samples"))
@@ -1095,15 +1105,13 @@ _SHARDS = "one for some 100 MB, at most 1024"
 CONVERT_OPTIONS = (
     Option(name="--train-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the training images over"),
     Option(name="--validation-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the validation images over"),
-    Option(
-        name="--seed", group="shards", type=positive(zero=True), default=0, help="of the order in which images are spread over the files"
-    ),
+    Option(name="--seed", group="shards", type=cli.seed, default=0, help="of the order in which images are spread over the files"),
     Option(
         name="--on-bad-image",
         group="shards",
         type=choice("raise", "skip"),
         default="raise",
-        help="end at bytes that are no image; or decode all images first, leave out the bad ones and list them at the end",
+        help="end at an image that is none or cut off; or decode all images first, leave out the bad ones and list them at the end",
     ),
     Option(name="--num-workers", group="run", type=positive(), shown="the cores it may use", help="processes"),
 )
@@ -1122,7 +1130,7 @@ goes on."""
         if any(word.startswith("-") for word in places):
             places, rest = [], words
         given = cli.parse(rest, parser=parser, options=CONVERT_OPTIONS)
-        if len(places) < 2:
+        if len(places) < 2 or not all(place.strip() for place in places):
             raise UsageError("give the folder to read and the one to write to: resnet_ipu convert SRC DST")
         from lightning_ipu.run import keep_quiet
         from resnet_ipu.convert import convert
@@ -1131,8 +1139,8 @@ goes on."""
         workers = given.get("num_workers", machine.usable_cores())
         with keep_quiet("resnet_ipu convert"):
             convert(
-                Path(places[0]),
-                Path(places[1]),
+                Path(places[0]).expanduser(),
+                Path(places[1]).expanduser(),
                 shards=shards,
                 seed=given.get("seed", 0),
                 workers=workers,

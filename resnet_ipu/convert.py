@@ -1,7 +1,7 @@
 """``python -m resnet_ipu convert``: TFRecord shards from folders of images, in parallel, each whole or not at all, read back and compared.
 
 The shards have the features of the original program's ImageNet files (those of Inception's build script), so that either can read them.
-An image's bytes are copied as they are, whatever their kind.
+An image's bytes are copied as they are, whatever their kind; it is decoded once, since what is cut off or no image must not pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_ipu.output import write_atomically
 from lightning_ipu.randomness import mix, name_word
 from lightning_ipu.tfrecord import TFRecordError, TFRecords, encode_example, parse_example, write_tfrecord
 from resnet_ipu.data import MANIFEST, FolderImages, ImageDataset, ImageNetDataModule, synset_words
-from resnet_ipu.images import ImageError, image_facts
+from resnet_ipu.images import ImageError, decode, image_facts
 
 BYTES_PER_SHARD, MOST_SHARDS = 100e6, 1024
 
@@ -50,11 +50,13 @@ class Writer:
         images: of the split.
         classes: names in the order of labels.
         words: what the classes are called in words.
+        decodes: whether each image is decoded, which shows whether it is whole; else that has been done.
     """
 
     images: FolderImages
     classes: list[str]
     words: dict[str, str]
+    decodes: bool
 
     def make(self, shard: Shard) -> tuple[Path, int, bool]:
         """Write a shard unless it is there already and right: its path, its number of records, and whether it was written.
@@ -74,6 +76,8 @@ class Writer:
             data, label = self.images.read(number)
             name = self.classes[label]
             try:
+                if self.decodes:
+                    decode(data)
                 height, width, kind = image_facts(data)
             except ValueError as error:
                 raise ImageError(self.images.name(number), str(error)) from None
@@ -133,7 +137,7 @@ def convert(
         shards: how many files each split becomes, at most one for each image; None goes by the images' bytes.
         seed: of the order in which images are spread over the files.
         workers: processes.
-        on_bad_image: raise ends at bytes that are no image; skip decodes all images first, and leaves out and lists the bad ones.
+        on_bad_image: raise ends at an image that is none or not whole; skip decodes all images first, and leaves out and lists the bad ones.
 
     Raises:
         ValueError: an image that is none, or a target that holds something else. OSError: a file that cannot be read or written.
@@ -163,7 +167,12 @@ def convert(
             Shard(path=target / f"{split}-{number:05}-of-{shards[split]:05}", numbers=numbers)
             for number, numbers in enumerate(np.array_split(order, shards[split]))
         ]
-        counts |= _run(Writer(images=part.source, classes=data.classes, words=words), tasks, split=split, workers=workers)
+        counts |= _run(
+            Writer(images=part.source, classes=data.classes, words=words, decodes=on_bad_image == "raise"),
+            tasks,
+            split=split,
+            workers=workers,
+        )
     write_atomically(target / MANIFEST, json.dumps({**manifest, "records": counts}, indent=1) + "\n")
     total = sum((target / name).stat().st_size for name in counts)
     print(f"{target}: {sum(counts.values()):,} images in {len(counts):,} shards, {total / 1e6:,.1f} MB, {len(data.classes):,} classes")

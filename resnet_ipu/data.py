@@ -318,7 +318,7 @@ def find_layout(data_dir: Path, *, expected: Mapping[str, int | None] | None = N
         expected: how many shard files a split should have, where that is not what their names say.
 
     Raises:
-        DataNotFoundError: there is nothing to train or validate on. DataFileError: shard files are missing, named one by one.
+        DataNotFoundError: there are no images to train or validate on, or to predict. DataFileError: shard files are missing, named one by one.
     """
     folders: dict[str, Path] = {}
     shards: dict[str, list[Path]] = {}
@@ -337,7 +337,7 @@ def find_layout(data_dir: Path, *, expected: Mapping[str, int | None] | None = N
             shards[split] = found
     for split, paths in shards.items():
         _check_shard_names(split, paths, (expected or {}).get(split))
-    if not {"train", "validation"} & (folders.keys() | shards.keys()):
+    if not folders and not shards:
         what = "has neither" if data_dir.is_dir() else "is no folder: there should be"
         raise DataNotFoundError(
             f"{data_dir} {what} train/ and val/, with a folder of images for each class, {'nor' if data_dir.is_dir() else 'or'} shards named"
@@ -761,13 +761,6 @@ class ImageNetDataModule(pl.LightningDataModule):
         """Validation images; 0 without a validation part."""
         return len(self.part("validation") or ())
 
-    def summary(self, subcommand: str) -> str:
-        """How many images there are for what is to be done; parts that it does not need are not looked for."""
-        if subcommand == "fit":
-            return f"{self.num_train_samples:,} to train on, {self.num_validation_samples:,} to validate on"
-        part = {"validate": self.part("validation"), "test": self._test_part}.get(subcommand, self._prediction_part)
-        return f"{len(part or ()):,} to {subcommand}"
-
     @property
     def caveat(self) -> str | None:
         """The bad images that were left out; None where there are none."""
@@ -874,6 +867,8 @@ class ImageNetDataModule(pl.LightningDataModule):
         """The label of each image; those outside of the class folders are taken out and counted."""
         if self.classes is None:
             raise ValueError(f"{images.root} names its classes, but the shards of {self.data_dir} do not: set classes")
+        if not len(images):
+            raise DataNotFoundError(f"{images.root} has no images: put the {split} images there, or remove the folder")
         label_of = {name: label for label, name in enumerate(self.classes)}
         tops = [folder.split(os.sep, 1)[0] for folder in images.folders]
         counts = np.bincount(images.folder_of, minlength=len(tops))

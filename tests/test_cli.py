@@ -125,7 +125,10 @@ def test_every_option_of_the_original_is_known_and_every_size_is_a_network():
         ("--learning-rate-decay 1,x", "--learning-rate-decay: '1,x' must be numbers"),
         ("--learning-rate-decay 1,.1", "--learning-rate-decay has 2 values and --learning-rate-schedule 2"),
         ("--learning-rate-schedule .75,.5", "--learning-rate-schedule 0.75,0.5 must rise"),
-        ("--limit-train-batches 1.5", "--limit-train-batches: '1.5' must be a whole number of batches or a share"),
+        (
+            "--limit-train-batches 1.5",
+            "--limit-train-batches: '1.5' must be a whole number of micro-batches from 1 on, or a share above 0.0",
+        ),
         ("--valid-per-epoch -1", "--valid-per-epoch: '-1' must be a number of at least 0 or a fraction such as 1/2"),
         ("--epochs", "--epochs: expected one argument"),
         ("--ema 1", "--ema 1 must be below 1, such as 0.999"),
