@@ -2,8 +2,9 @@
 
 Both are networks in their own right: a checkpoint that holds an average has it in its `state_dict`, under the plain names, so that whatever
 loads a checkpoint scores or exports the average, and says inside what it is. BatchNorm's running statistics belong to the weights that they
-were gathered with, so they are averaged exactly as those are (as timm and torchvision do it); counters are the latest. The alternative,
-estimating the statistics anew on training data after averaging, costs a pass over it and is left to who needs it.
+were gathered with, so they are averaged exactly as those are (as timm and torchvision do it). Every other buffer is the latest: counters,
+masks, tables of positions. Only spectral norm's vectors are those of the averaged weights (spectral.py). The alternative, estimating the
+statistics anew on training data after averaging, costs a pass over it and is left to who needs it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from typing_extensions import override
 from lightning_ipu.checkpoint import atomic_write, read_checkpoint
 from lightning_ipu.output import check_writable
 from lightning_ipu.resume import weight_updates_in
+from lightning_ipu.spectral import renewed_vectors, vectors_in
 
-__all__ = ["AVERAGE", "OF_CHECKPOINTS", "TRAINED", "AveragedWeights", "average_checkpoints", "description"]
+__all__ = ["AVERAGE", "KEPT", "OF_CHECKPOINTS", "TRAINED", "AveragedWeights", "average_checkpoints", "description", "kept_buffers"]
 
 AVERAGE = "averaged_weights"  # in a checkpoint: an average that follows the training
 TRAINED = "current_model_state"  # in a checkpoint: the weights that training goes on with, where its `state_dict` is the average
+KEPT = "buffers_not_averaged"  # in a checkpoint: names of buffers that are no statistics
 OF_CHECKPOINTS = "average_of_checkpoints"  # in a checkpoint that is one: what of; no run goes on from it
+
+
+_STATISTICS = ("running_mean", "running_var")  # of batch and instance norms, torch's and others'
 
 
 class AveragedWeights(Callback):
@@ -69,8 +75,9 @@ class AveragedWeights(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._places = _places(pl_module)
+        self._places, self._buffers = _places(pl_module), _places(pl_module, averaged=False)
         holds = getattr(trainer.strategy, "holds", lambda name: True)
+        self._buffers = {name: place for name, place in self._buffers.items() if holds(name)}
         held = {name: place for name, place in self._places.items() if holds(name)}
         restored = self._restored
         self._steps, self._update = (restored["steps"], restored["update"]) if restored else (0, trainer.global_step)
@@ -78,7 +85,7 @@ class AveragedWeights(Callback):
         for name, (owner, key) in held.items():
             tensor = owner[key]
             if id(tensor) not in averages:  # tied weights have one average
-                start = restored["average"][name] if restored else tensor.detach()
+                start = restored["average"].get(name, tensor.detach()) if restored else tensor.detach()
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 averages[id(tensor)] = torch.empty_like(tensor, dtype=dtype, requires_grad=False).copy_(start)
                 self._held[name] = owner, key
@@ -111,16 +118,18 @@ class AveragedWeights(Callback):
         if self._average is None or trainer.state.fn != TrainerFn.FITTING or self.evaluate != "average":
             return
         self._follow(trainer)
-        for name, (owner, key) in self._held.items():
+        shown = {name: self._average[name] for name in self._held} | self._renewed_vectors()
+        for name, value in shown.items():
+            owner, key = self._place(name)
             tensor = owner[key]
-            self._trained[name], tensor.data = tensor.data, self._average[name].to(tensor.dtype)
+            self._trained[name], tensor.data = tensor.data, value.to(tensor.dtype)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._trained:
             return
         for name, trained in self._trained.items():
-            owner, key = self._held[name]
+            owner, key = self._place(name)
             owner[key].data = trained
         self._trained = {}
         trainer.strategy.on_validation_end()  # what a pipeline fetched from other stages are averages: a checkpoint must not take them
@@ -135,9 +144,20 @@ class AveragedWeights(Callback):
         if self._average is not None and self.evaluate == "average":
             self._follow(trainer)
             average = self._whole(trainer)
+            latest = pl_module.state_dict()
+            for name, value in renewed_vectors(average, latest).items():
+                latest[name].copy_(value)
             for name, (owner, key) in self._places.items():
                 owner[key].copy_(average[name])
         self._average = None
+
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        return self._places[name] if name in self._places else self._buffers[name]
+
+    def _renewed_vectors(self) -> dict[str, Tensor]:
+        """Spectral norm's vectors for the average, of what this process holds."""
+        latest = {name: owner[key] for name, (owner, key) in (self._places | self._buffers).items()}
+        return renewed_vectors(self._average, {name: value for name, value in latest.items() if name in self._average | self._buffers})
 
     # -- checkpoints
 
@@ -158,9 +178,9 @@ class AveragedWeights(Callback):
             if self._trained:  # while a validation has the average in their place
                 trained = trained | getattr(trainer.strategy, "merged", lambda held: held)(self._trained)
             checkpoint[TRAINED] = trained
-            checkpoint["state_dict"] = {
-                name: average[name].to(value.dtype) if name in average else value for name, value in trained.items()
-            }  # in 32 bits the very tensors of the average, which are written once
+            averaged = {name: average[name].to(value.dtype) if name in average else value for name, value in trained.items()}
+            # In 32 bits the very tensors of the average, which are written once.
+            checkpoint["state_dict"] = averaged | renewed_vectors(average, trained)
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -173,16 +193,29 @@ class AveragedWeights(Callback):
             )
 
 
-def _places(module: torch.nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where the floating-point tensors of a module's state_dict hang: by name, for a forward may put a new buffer in an old one's place."""
+def _places(module: torch.nn.Module, *, averaged: bool = True) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where the parameters and running statistics of a module hang, or its other buffers, if they are in its state_dict and no integers.
+
+    By name, for a forward may put a new buffer in an old one's place.
+    """
     places = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         buffers = {key for key in owner._buffers if key not in owner._non_persistent_buffers_set}
         for tensors, keys in ((owner._parameters, owner._parameters), (owner._buffers, buffers)):
             for key in keys:
-                if tensors[key] is not None and tensors[key].is_floating_point():
+                is_averaged = tensors is owner._parameters or key in _STATISTICS
+                if tensors[key] is not None and _is_real(tensors[key]) and is_averaged == averaged:
                     places[f"{prefix}.{key}" if prefix else key] = tensors, key
     return places
+
+
+def kept_buffers(module: torch.nn.Module) -> list[str]:
+    """Names of the buffers that are no integers and yet no statistics, of which an average takes the latest."""
+    return list(_places(module, averaged=False))
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 # -- averages of checkpoints --------------------------------------------------------------------------------------------------
@@ -203,6 +236,9 @@ def average_checkpoints(
     paths: Sequence[Path], *, kind: Literal["mean", "exponential"] = "mean", decay: float = 0.99, last: int | None = None
 ) -> tuple[dict[str, Any], list[tuple[Path, int]], list[Path]]:
     """Average the weights of checkpoints of one run, in the order of the weight updates that they say inside they stand after.
+
+    Parameters and BatchNorm's running statistics are averaged; other buffers are the newest checkpoint's, and what is the same in all stays
+    as it is. Spectral norm's vectors are those of the averaged weights.
 
     "mean" weighs all alike; "exponential" goes from the oldest to the newest and makes each the average's d x average + (1 - d) x weights.
     Sums are in float64; tensors keep their type; what is no floating-point number, such as BatchNorm's counters, is the newest
@@ -242,17 +278,23 @@ def average_checkpoints(
 
     newest_path, newest = found[updates[-1]]
     state = newest["state_dict"]
-    sums = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in state.items() if value.is_floating_point()}
+    kept = {*newest.get(KEPT, ()), *(name for _, *vectors in vectors_in(state) for name in vectors)}
+    sums = {
+        name: torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float64))
+        for name, value in state.items()
+        if _is_real(value) and name not in kept and any(not _equal(found[k][1]["state_dict"].get(name), value) for k in updates)
+    }
     for number, update in enumerate(updates):
         path, checkpoint = found[update]
         _check_alike(path, checkpoint["state_dict"], newest_path, state)
         for name, total in sums.items():
-            weights = checkpoint["state_dict"][name].double()
+            weights = checkpoint["state_dict"][name].to(total.dtype)
             if kind == "mean":
                 total.add_(weights / len(updates))
             else:
                 total.lerp_(weights, 1.0 if number == 0 else 1 - decay)
     averaged = {name: sums[name].to(value.dtype) if name in sums else value for name, value in state.items()}
+    averaged |= renewed_vectors({name: value for name, value in averaged.items() if name not in kept}, state)
     resumable = ("optimizer_states", "lr_schedulers", "loops", "callbacks", AVERAGE, TRAINED)
     result = {name: value for name, value in newest.items() if name not in resumable}
     files = [(found[update][0], update) for update in updates]
@@ -284,6 +326,10 @@ def write_average(given: dict[str, Any]) -> str:
     lines = [f"{path}: after weight update {update:,}" for path, update in files]
     lines += [f"{path}: left out, an average itself" for path in averages]
     return "\n".join([*lines, f"{target}: {description(checkpoint)}"])
+
+
+def _equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -51,7 +51,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ipu import machine
-from lightning_ipu.averaging import TRAINED, AveragedWeights
+from lightning_ipu.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 from lightning_ipu.checkpoint import AtomicCheckpointIO
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
@@ -693,6 +693,8 @@ class IPUStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if names := kept_buffers(self.lightning_module):
+            checkpoint[KEPT] = names
         updates_per_epoch = self.progress.updates_per_epoch
         if updates_per_epoch is not None and "loops" in checkpoint:  # of a stream Lightning's own counters are all there is
             position, module = self._position(), self.lightning_module

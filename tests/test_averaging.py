@@ -8,6 +8,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from runs import Net, blocks, classes, equal_states, fit, loader, make_trainer
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
 
 from lightning_ipu import PlanError, cli
 from lightning_ipu.averaging import AVERAGE, OF_CHECKPOINTS, TRAINED, AveragedWeights, average_checkpoints
@@ -138,6 +140,72 @@ def test_the_average_of_16_bit_weights_is_kept_in_32_and_saved_in_16():
     assert dumped["state_dict"][name].dtype == dumped[TRAINED][name].dtype == torch.bfloat16
     assert dumped[AVERAGE]["average"][name].dtype == torch.float32
     assert not torch.equal(dumped[AVERAGE]["average"][name], dumped[AVERAGE]["average"][name].bfloat16().float())
+
+
+class Normalised(nn.Module):
+    """Both kinds of spectral norm, one of them over the second dimension, and buffers that are no statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old, self.new = spectral_norm(nn.Linear(8, 8, bias=False)), parametrizations.spectral_norm(nn.Linear(8, 8, bias=False))
+        self.turned, self.head = parametrizations.spectral_norm(nn.ConvTranspose1d(8, 8, 1, bias=False)), nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("latest", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.latest += 1
+        x = self.old(x) + self.new(x) + self.turned(x[..., None])[..., 0]
+        return self.head(self.norm(x).clamp(min=self.mask.min()))
+
+    def gains(self) -> list[float]:
+        """The largest singular value of each normalised weight."""
+        self.eval()
+        with torch.no_grad():
+            self.old(torch.ones(1, 8))
+            return [float(torch.linalg.matrix_norm(w, 2)) for w in (self.old.weight, self.new.weight, self.turned.weight[..., 0])]
+
+
+def spectral() -> Net:
+    return Net(Normalised, lambda p: torch.optim.SGD(p, lr=0.5))
+
+
+@pytest.mark.parametrize("plan", [{}, {"D": 3, "R": 3}], ids=str)
+def test_an_average_has_the_spectral_norm_of_its_own_weights_and_the_latest_of_what_is_no_statistic(plan, tmp_path):
+    seen, paths = [], [tmp_path / f"{k}.ckpt" for k in range(3)]
+
+    class Watches(pl.Callback):
+        def on_validation_epoch_start(self, trainer, pl_module):
+            seen.append((pl_module.network.gains(), pl_module.network.latest.item()))
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(paths[trainer.current_epoch])
+
+    module, train = spectral(), loader(classes(36), 2, shuffle=True)
+    options = {"max_epochs": 3, "num_sanity_val_steps": 0, **plan}
+    fit(module, train, loader(classes(4), 2), callbacks=[AveragedWeights(decay=0.9, ramp=False), Watches()], **options)
+    each = 18 // plan.get("R", 1)
+    assert [latest for _, latest in seen] == [each, 2 * each, 3 * each]
+    for gains in [*(gains for gains, _ in seen), module.network.gains()]:
+        assert gains == pytest.approx([1, 1, 1], abs=1e-4)
+    saved = spectral()
+    saved.load_state_dict(torch.load(paths[-1])["state_dict"])
+    assert saved.network.gains() == pytest.approx([1, 1, 1], abs=1e-4)
+    assert all(
+        vector.norm().item() == pytest.approx(1, abs=1e-5) for name, vector in saved.state_dict().items() if name[-2:] in ("_u", "_v")
+    )
+    assert saved.network.mask.tolist() == [0, -torch.inf] and not saved.network.mask.isnan().any()
+
+    for kind in ("mean", "exponential"):
+        result, _, _ = average_checkpoints(paths, kind=kind)
+        saved.load_state_dict(result["state_dict"])
+        states = [torch.load(path)["state_dict"] for path in paths]
+        assert saved.network.gains() == pytest.approx([1, 1, 1], abs=1e-4)
+        assert saved.network.latest == 3 * each and saved.network.mask.tolist() == [0, -torch.inf]
+        if kind == "mean":
+            for name in ("network.old.weight_orig", "network.norm.running_mean"):
+                assert torch.allclose(result["state_dict"][name], sum(state[name] for state in states) / 3, atol=1e-6)
 
 
 def test_wrong_numbers_are_named():

@@ -30,11 +30,16 @@ class ReplicaBuffers:
         places = [(owner, key, f"{path}.{key}" if path else key) for path, owner in module.named_modules() for key in owner._buffers]
         self._places = [(owner, key) for owner, key, name in places if names is None or name in names]
         self._floats, self._others, self._common = [], [], ([], [])
+        # A mask of infinities has no mean: differences of them are no numbers.
+        self._masks = {place for place in self._places if not _is_finite(place[0]._buffers[place[1]])}
 
     def begin_update(self) -> None:
         held = [(owner, name) for owner, name in self._places if owner._buffers[name] is not None]
-        self._floats = [(owner, name) for owner, name in held if owner._buffers[name].is_floating_point()]
-        self._others = [(owner, name) for owner, name in held if not owner._buffers[name].is_floating_point()]
+        self._floats = [
+            (owner, name) for owner, name in held if owner._buffers[name].is_floating_point() and (owner, name) not in self._masks
+        ]
+        averaged = set(self._floats)
+        self._others = [place for place in held if place not in averaged]
         self._common = [buffer.clone() for buffer in _at(self._floats)], [buffer.clone() for buffer in _at(self._others)]
         self.moves: list[torch.Tensor] | None = None
 
@@ -49,6 +54,10 @@ class ReplicaBuffers:
 
     def end_update(self, replicas: int) -> None:
         _copy(_at(self._floats), [common + total / replicas for common, total in zip(self._common[0], self.moves, strict=True)])
+
+
+def _is_finite(buffer: torch.Tensor | None) -> bool:
+    return buffer is None or not buffer.is_floating_point() or bool(buffer.isfinite().all())
 
 
 def _at(places: list[tuple[nn.Module, str]]) -> list[torch.Tensor]:
