@@ -1,17 +1,22 @@
-"""Checkpoint files: written whole or not at all, and read with an error that names the file."""
+"""Checkpoint files: written whole or not at all, read with an error that names the file, and without running code that it might hold."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import io
 import os
+import pathlib
 import re
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
 from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -108,6 +113,45 @@ def link(source: Path, name: Path) -> None:
         os.replace(draft, name)
 
 
+def _is_harmless(kind: Any) -> bool:
+    """Whether values of a type that torch does not load by itself are plain: paths, enumerations, numpy's numbers and arrays."""
+    if isinstance(kind, type):
+        return issubclass(kind, (pathlib.PurePath, enum.Enum, np.generic, np.ndarray, np.dtype))
+    return getattr(kind, "__module__", "").partition(".")[0] == "numpy" and kind.__name__ in ("scalar", "_reconstruct")
+
+
+def _harmless_types(file: Any) -> tuple[list[Any], list[str]]:
+    """Types in a checkpoint that torch does not load by itself: those that are plain, for `safe_globals`, and the names of others.
+
+    Nothing is imported: a type of a module that is not in use cannot be what a run needs.
+    """
+    plain: list[Any] = [kind for kind in vars(np.dtypes).values() if isinstance(kind, type)]  # of numpy's dtypes, which name them late
+    others = []
+    for name in torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        module, _, attribute = name.rpartition(".")
+        kind = getattr(sys.modules.get(module), attribute, None)
+        if kind is not None and _is_harmless(kind):
+            plain.append((kind, name))
+        else:
+            others.append(name)
+    return plain, others
+
+
+def loads_not(values: dict[str, Any]) -> dict[str, str]:
+    """Those of a checkpoint's values that `AtomicCheckpointIO` would not load again, each with the types that are why."""
+    found = {}
+    for name, value in values.items():
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+        except Exception:
+            continue  # the checkpoint itself cannot be written, which says more
+        file.seek(0)
+        if others := _harmless_types(file)[1]:
+            found[name] = ", ".join(others)
+    return found
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's own checkpoint files, written atomically where they lie on a local disk; a damaged one is named."""
 
@@ -120,6 +164,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, file)
 
     @override
-    def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with named_when_damaged(path):
-            return super().load_checkpoint(path, *args, **kwargs)
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = lambda storage, loc: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As Lightning does; hyperparameters may also be paths, enumerations of modules in use, and numpy's numbers."""
+        plain = []
+        if weights_only is not False and _is_local_file_protocol(path):
+            with contextlib.suppress(Exception):  # no such file, or none of torch's: what follows says so
+                plain = _harmless_types(path)[0]
+        with torch.serialization.safe_globals(plain), named_when_damaged(path):
+            return super().load_checkpoint(path, map_location, weights_only)

@@ -24,7 +24,7 @@ from lightning_ipu.display import RunDisplay
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import AgreedStop
 from lightning_ipu.output import MetricsFile
-from lightning_ipu.resume import KEY, weight_updates_in
+from lightning_ipu.resume import KEY, VALIDATION, weight_updates_in
 
 LAST = "last.ckpt"
 SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys
@@ -207,7 +207,7 @@ class RunCheckpoints(Callback):
 
     @override
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._resumed_before_a_validation = KEY in checkpoint and checkpoint[KEY]["position"]["validation_due"]
+        self._resumed_before_a_validation = KEY in checkpoint and checkpoint[KEY]["position"]["hook"] == VALIDATION
 
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -1,23 +1,29 @@
 """Where a run stands, in a checkpoint: written so that the run goes on from there as if it had never stopped.
 
 Lightning's own counters, saved in the middle of its loops, lose a validation that was due, the end of an epoch, and every average over the
-part of the epoch that is done. A checkpoint of this package therefore says in its own words which weight update it stands after, and the
-loops are set to that place when training starts.
+part of the epoch that is done. A checkpoint of this package therefore says in its own words which weight update it stands after and which
+hook of those that follow was being called, on whom. `continuation.py` goes on from there.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import FrameType
 from typing import Any
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.loops.evaluation_loop import RestartStage as EvaluationStage
-from pytorch_lightning.loops.fit_loop import RestartStage as EpochStage
-from pytorch_lightning.loops.training_epoch_loop import RestartStage as BatchStage
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import Checkpoint, EarlyStopping
+from pytorch_lightning.trainer import call
 
 from lightning_ipu.plan import Plan, PlanError
 
 KEY = "lightning_ipu"  # of all of it in a checkpoint
+
+# Hooks that follow a weight update, and those before the next one. A validation that was under way stands as its start.
+BATCH_END, VALIDATION, VALIDATION_END = "on_train_batch_end", "on_validation_start", "on_validation_end"
+EPOCH_END, EPOCH_START, BATCH_START = "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,48 +32,119 @@ class Position:
 
     Args:
         epoch: its number.
-        updates: weight updates done in it; as many as it has where what follows its last update is still to come.
+        updates: weight updates done in it.
         run_updates: weight updates done in the run, those included that an overflow skipped.
-        validation_due: whether the validation that follows the last of them is still to come.
+        ends_epoch: whether the last of them is the epoch's last.
+        hook: the hook that was being called; None where all that follows the last of them is over.
+        heard_by: the callbacks that it had been called on, by their `state_key`.
+        module_heard: whether it had been called on the module.
+        rest_of_step: weight updates that were left of a host step which an error has ended.
     """
 
     epoch: int
     updates: int
     run_updates: int
-    validation_due: bool = False
+    ends_epoch: bool = False
+    hook: str | None = None
+    heard_by: Sequence[str] = ()
+    module_heard: bool = False
+    rest_of_step: int | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the epoch has begun: `on_train_epoch_start` is over."""
+        return self.updates > 0 or self.hook == BATCH_START
+
+    @property
+    def follows(self) -> bool:
+        """Whether something that follows the last weight update was still to come."""
+        return self.hook in (BATCH_END, VALIDATION, VALIDATION_END, EPOCH_END)
 
 
-def write_position(loops: dict[str, Any], position: Position, *, plan: Plan, updates_per_epoch: int) -> None:
-    """Set Lightning's saved counters to `position`: they may have been saved while it was counting the next host step."""
-    per_update, begun = plan.micro_batches_per_update, position.updates > 0
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A hook that Lightning is calling on one after another: its name, and on whom it has been called or is being called."""
+
+    name: str
+    callbacks: Sequence[Callback]
+    module: bool
+    arguments: tuple[Any, ...] = ()
+
+    @classmethod
+    def over(cls, name: str, trainer: Trainer) -> Hook:
+        """A hook that has been called on all."""
+        return cls(name=name, callbacks=trainer.callbacks, module=True)
+
+
+def hook_in_progress(trainer: Trainer) -> Hook | None:
+    """The hook in which a checkpoint is being written; where an error is the reason, the one that the error came from."""
+    others = [callback for callback in trainer.callbacks if not isinstance(callback, (EarlyStopping, Checkpoint))]
+    for frame in _frames_of_the_cause(trainer):
+        code, names = frame.f_code, frame.f_locals
+        if names.get("trainer") is not trainer or "hook_name" not in names:
+            continue
+        name, arguments = names["hook_name"], names.get("args", ())
+        last_heard = name == EPOCH_END  # the callbacks that monitor something hear of it after the module
+        if code is call._call_callback_hooks.__code__:
+            called = names.get("callbacks", [])
+            current = names.get("callback")
+            called = called[: 1 + next((place for place, one in enumerate(called) if one is current), -1)]
+            after_module = last_heard and names["monitoring_callbacks"]
+            return Hook(name=name, callbacks=[*others, *called] if after_module else called, module=bool(after_module), arguments=arguments)
+        if code is call._call_lightning_module_hook.__code__:
+            return Hook(name=name, callbacks=others if last_heard else trainer.callbacks, module=True)
+        if code is call._call_strategy_hook.__code__:
+            return Hook.over(name, trainer)
+    return None
+
+
+def _frames_of_the_cause(trainer: Trainer) -> Iterator[FrameType]:
+    """The frames of this moment, from the outermost on; in `on_exception` those of the exception."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        if frame.f_code is call._call_callback_hooks.__code__ and frame.f_locals["hook_name"] == "on_exception":
+            step, raised = frame.f_locals["args"][0].__traceback__, []
+            while step is not None:
+                raised.append(step.tb_frame)
+                step = step.tb_next
+            return iter(raised)
+        frame = frame.f_back
+    return reversed(frames)
+
+
+def read_position(saved: dict[str, Any], path: Any) -> Position:
+    """The position in what a checkpoint says under `KEY`.
+
+    Raises:
+        PlanError: naming the file, if another version of this package has written it.
+    """
+    try:
+        return Position(**saved["position"])
+    except TypeError:
+        raise PlanError(
+            f"{path} was written by another version of lightning_ipu and says in other words where its run stands: it can be evaluated, not resumed"
+        ) from None
+
+
+def write_position(loops: dict[str, Any], position: Position, *, plan: Plan) -> None:
+    """Set Lightning's saved counters to what it would have had at `position` had its loop made every weight update itself.
+
+    They may have been saved while it was counting a host step. Lightning alone goes on by them.
+    """
+    per_update = plan.micro_batches_per_update
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     for counts in (epochs["total"], epochs["current"]):
-        counts |= {"ready": position.epoch + begun, "started": position.epoch + begun}
-        counts |= {"processed": position.epoch, "completed": position.epoch}
+        counts |= {"ready": position.epoch + position.begun, "started": position.epoch + position.begun}
+        counts |= {"processed": position.epoch + (position.hook == EPOCH_END), "completed": position.epoch}
     for counts, number in ((batches["total"], position.run_updates), (batches["current"], position.updates)):
         counts |= dict.fromkeys(("ready", "started", "processed", "completed"), number * per_update)
-    batches["is_last_batch"] = begun and position.updates == updates_per_epoch
-    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = position.run_updates
-
-
-def enter_position(trainer: Trainer, position: Position) -> None:
-    """Set the loops, whose counters `write_position` has written, to go on at `position`; called when training starts."""
-    fit_loop = trainer.fit_loop
-    epoch_loop, begun = fit_loop.epoch_loop, position.updates > 0
-    validation = epoch_loop.val_loop
-    progress = fit_loop.epoch_progress  # Lightning has just counted on what it took the checkpoint for
-    for counts in (progress.total, progress.current):
-        counts.ready = counts.started = position.epoch + begun
-        counts.processed = counts.completed = position.epoch
-    fit_loop._restarting = epoch_loop.restarting = begun  # the latter in the loops within it as well
-    fit_loop._restart_stage = EpochStage.RESTARTED_MID_EPOCH if begun else EpochStage.NONE
-    epoch_loop._restart_stage = BatchStage.RESTARTED_ON_LAST if begun else BatchStage.NONE
-    validation._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION if position.validation_due else EvaluationStage.NONE
-    validation.batch_progress.reset()
-    validation.batch_progress.is_last_batch = False
-    epoch_loop._batches_that_stepped = position.run_updates
-    if begun and epoch_loop._should_check_val_fx(fit_loop._data_fetcher):
-        epoch_loop._batches_that_stepped -= 1  # the loop passes the end of this update once more, to validate or to see that it has
+        counts["completed"] -= position.hook == BATCH_END
+        counts["ready"] += position.hook == BATCH_START
+    batches["is_last_batch"] = position.ends_epoch
+    stepped = position.run_updates - (position.hook in (BATCH_END, VALIDATION, VALIDATION_END))  # it counts after the validation
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = stepped
+    loops["state_dict"].pop("combined_loader", None)  # a loader of Lightning alone has no state to load
 
 
 def numbers_of(plan: Plan, *, seed: int, precision: str) -> dict[str, Any]:
@@ -81,7 +158,7 @@ def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int | None = None,
     Raises:
         PlanError: naming what differs, both values and what would be right.
     """
-    was = Plan(**{name: saved[name] for name in asdict(plan)})
+    was = replace(plan, **{name: saved[name] for name in asdict(plan)})
     pairs = {
         "the micro-batch": (was.micro_batch_size, plan.micro_batch_size),
         "replication_factor x gradient_accumulation_factor": (was.micro_batches_per_update, plan.micro_batches_per_update),
@@ -99,6 +176,30 @@ def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int | None = None,
             " BatchNorm's running statistics and dropout are not"
         )
     return None
+
+
+def check_data(saved: dict[str, Any], now: dict[str, Any], *, within_epoch: bool) -> str | None:
+    """Refuse other training samples in the midst of an epoch; returns a remark on them between two epochs.
+
+    Args:
+        saved, now: the number of samples, and the data module's `fingerprint` where it has one.
+        within_epoch: whether the run stands in the midst of an epoch.
+
+    Raises:
+        PlanError: saying what differs and what would be right.
+    """
+    if saved["samples"] != now["samples"]:
+        what = f"the training set has {now['samples']} samples, but that of the run to be resumed had {saved['samples']}"
+    elif None not in (saved["fingerprint"], now["fingerprint"]) and saved["fingerprint"] != now["fingerprint"]:
+        what = f"the {now['samples']} training samples are others than those of the run to be resumed: other files, classes or held-out samples"
+    else:
+        return None
+    if within_epoch:
+        raise PlanError(
+            f"{what}; it stands within an epoch, of which some samples would be seen twice and others never. Give it the same training set, or"
+            " go on from a checkpoint of an epoch's end"
+        )
+    return f"{what}: it goes on with those there are now, and what was held out for validation may be among them"
 
 
 def weight_updates_in(checkpoint: dict[str, Any]) -> int:

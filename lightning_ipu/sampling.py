@@ -8,9 +8,10 @@ sample's own randomness is seeded with (seed, epoch, index), so neither loader w
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -24,9 +25,13 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
     get_worker_info,
 )
@@ -37,6 +42,9 @@ from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
 from lightning_ipu.workers import Loader
 
 _ORDER, _SAMPLE, _EVALUATE, _LOADER, _STREAM = (name_word(name) for name in ("order", "sample", "evaluate", "loader", "stream"))
+
+
+_WITHOUT_A_PAST = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def epoch_order(sampler: Sampler, *, seed: int, epoch: int) -> list[Any]:
@@ -53,6 +61,11 @@ def _order(sampler: Sampler, word: int) -> list[Any]:
     with preserved_streams():
         seed_all(word)
         return list(sampler)
+
+
+def state_of(source: Any) -> Any:
+    """A copy of a sampler's or data set's state, None where it has no `state_dict`."""
+    return deepcopy(source.state_dict()) if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +85,11 @@ class MicroBatchSampler:
     def __init__(self, sampler: Sampler, *, seed: int, micro_batch_size: int, shard: Shard) -> None:
         self.sampler, self.seed, self.micro_batch_size, self.shard = sampler, seed, micro_batch_size, shard
         self.epoch, self.first, self.last = 0, 0, 0
+        self.began: tuple[int, Any] | None = None  # an epoch, and the sampler's state at its beginning
 
     def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
         size, epoch = self.micro_batch_size, self.epoch
+        self.began = epoch, state_of(self.sampler)
         order = epoch_order(self.sampler, seed=self.seed, epoch=epoch)
         if len(order) < self.last * size:
             raise PlanError(f"{type(self.sampler).__name__} gave {len(order)} samples in epoch {epoch}, fewer than its length promised")
@@ -236,6 +251,7 @@ class TrainingData:
         _refuse_shared_out(loader, "train_dataloader")
         self.user_loader, self.seed, self.micro_batch_size, self.shard = loader, seed, loader.batch_size, shard
         self.is_stream = isinstance(loader.dataset, IterableDataset)
+        self._began: tuple[int, Any] | None = None  # of a stream: an epoch, and the data set's state at its beginning
         self.samples: int | None
         self.short_samples = 0  # of a stream's epoch, in micro-batches that were not full
         if self.is_stream:
@@ -259,6 +275,20 @@ class TrainingData:
         """The first micro-batch of the first epoch, on the host, in this process; the same in every process."""
         with preserved_streams():
             return self.loader.collate_fn(self.loader.dataset.__getitems__((0, self._first_order[: self.micro_batch_size])))
+
+    def again(self, epoch: int, number: int) -> Any:
+        """A micro-batch that has been trained on, on the host; nothing that the order depends on moves."""
+        with preserved_streams():
+            if self.is_stream:
+                began, state = self._began, state_of(self._source)
+                batch = next(islice(self._stream(epoch), number, None))
+                self._began = began
+                if state is not None:
+                    self._source.load_state_dict(state)
+                return batch
+            order = epoch_order(copy(self._batches.sampler), seed=self.seed, epoch=epoch)
+            rows = order[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
+            return self.loader.collate_fn(self.loader.dataset.__getitems__((epoch, rows)))
 
     @cached_property
     def _first_order(self) -> list[Any]:
@@ -292,11 +322,39 @@ class TrainingData:
         """Micro-batches number `first` to `last` of an epoch, on the host, one at a time."""
         if not self.is_stream:
             self._batches.epoch, self._batches.first, self._batches.last = epoch, first, last
+            self.loader.generator.manual_seed(mix(self.seed, _LOADER, epoch))  # of which the workers get their seeds
             return iter(self.loader)
         return islice(self._stream(epoch), first, last)
 
+    @property
+    def _source(self) -> Any:
+        """What decides the order: the user's sampler, or the stream."""
+        return self.user_loader.dataset if self.is_stream else self._batches.sampler
+
+    def order_state(self, epoch: int) -> Any:
+        """The state of the user's sampler or stream before this epoch, None where it has no `state_dict`."""
+        began = self._began if self.is_stream else self._batches.began
+        return began[1] if began is not None and began[0] == epoch else state_of(self._source)
+
+    def go_on(self, state: Any, *, epoch: int, made_in: int) -> None:
+        """Put the user's sampler or stream, made in epoch `made_in`, where it would stand before `epoch`.
+
+        By its own state where it has one. A sampler of the user's own may count its epochs or draw from a stream of its own: it is run
+        through those that are over. torch's samplers, and those with `set_epoch`, need neither.
+        """
+        source = self._source
+        if state is not None and hasattr(source, "load_state_dict"):
+            source.load_state_dict(state)
+        elif not self.is_stream and type(source) not in _WITHOUT_A_PAST and not hasattr(source, "set_epoch"):
+            for past in range(made_in, epoch):
+                epoch_order(source, seed=self.seed, epoch=past)
+
     def _stream(self, epoch: int) -> Iterator[Any]:
         """An IterableDataset's micro-batches; what its own process draws for number k is a function of (seed, epoch, k)."""
+        dataset = self.user_loader.dataset
+        if self._began is not None and self._began[0] == epoch and self._began[1] is not None:
+            dataset.load_state_dict(deepcopy(self._began[1]))  # begun before, and given up
+        self._began = epoch, state_of(dataset)
         if hasattr(self.user_loader.dataset, "set_epoch"):
             self.user_loader.dataset.set_epoch(epoch)
         self.loader.generator.manual_seed(mix(self.seed, _LOADER, epoch))  # of which the workers get their seeds
@@ -365,7 +423,7 @@ class HostSteps:
         plan: decides how many of them make a weight update.
         micro_batches: how many are trained on in an epoch, a multiple of A x R; None for a stream of unknown length.
         is_loops: whether it is Lightning's loop that holds an iterator.
-        begin: called at an epoch's first step; returns (epoch, number of the first micro-batch).
+        begin: called at an epoch's first step; returns (epoch, number of the first micro-batch), or None where that is not settled yet.
         next_updates: called at each host step; returns how many weight updates it may hold.
         ready: makes a host micro-batch ready for the device, given its number within the host step.
         left_over: told at an epoch's end how many samples a stream of unknown length had over, and how many updates it gave.
@@ -378,7 +436,7 @@ class HostSteps:
         plan: Plan,
         micro_batches: int | None,
         is_loops: Callable[[Iterator[Any]], bool],
-        begin: Callable[[], tuple[int, int]],
+        begin: Callable[[], tuple[int, int] | None],
         next_updates: Callable[[], int],
         ready: Callable[[Any, int], Any],
         left_over: Callable[[int, int], None],
@@ -402,7 +460,9 @@ class HostSteps:
         return iterator
 
     def _host_steps(self) -> Iterator[HostStep]:
-        epoch, first = self._begin()
+        if (begins := self._begin()) is None:
+            return
+        epoch, first = begins
         stream = self.data.epoch(epoch, first=first, last=self.micro_batches)
         if self.micro_batches is None:
             yield from self._of_stream(stream, first)
@@ -473,7 +533,7 @@ class EvaluationData:
 
     def __init__(self, loader: DataLoader, *, seed: int, limit: int | float = 1.0, index: int = 0, count: int = 1) -> None:
         _refuse_shared_out(loader, "an evaluation's loader")
-        self.user_loader, self.size = loader, None
+        self.user_loader, self.seed, self.size = loader, seed, None
         self._sizes: deque[int] | None = None
         self.loader, self._guarded = loader, True
         if (
@@ -522,15 +582,22 @@ class EvaluationData:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        seeded = self.loader is not self.user_loader  # sample by sample
         if self._guarded:
             with preserved_streams():
+                if seeded:
+                    self.loader.generator.manual_seed(mix(self.seed, _LOADER))  # every time the same: of it workers get their seeds
+                else:
+                    seed_all(mix(self.seed, _EVALUATE))
                 batches = iter(self.loader)
         else:
             batches = iter(self.loader)
-        while True:
+        for number in itertools.count():
             try:
                 if self._guarded and not self.loader.num_workers:
                     with preserved_streams():
+                        if not seeded:
+                            seed_all(mix(self.seed, _EVALUATE, number))
                         batch = next(batches)
                 else:
                     batch = next(batches)

@@ -13,8 +13,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -50,9 +50,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ipu import machine
+from lightning_ipu import continuation, machine
 from lightning_ipu.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
-from lightning_ipu.checkpoint import AtomicCheckpointIO
+from lightning_ipu.checkpoint import AtomicCheckpointIO, loads_not
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
     EvaluationPipeline,
@@ -74,7 +74,23 @@ from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
 from lightning_ipu.record import Uses, undisturbed
-from lightning_ipu.resume import KEY, Position, check_numbers, enter_position, numbers_of, write_position
+from lightning_ipu.resume import (
+    BATCH_END,
+    BATCH_START,
+    EPOCH_END,
+    EPOCH_START,
+    KEY,
+    VALIDATION,
+    VALIDATION_END,
+    Hook,
+    Position,
+    check_data,
+    check_numbers,
+    hook_in_progress,
+    numbers_of,
+    read_position,
+    write_position,
+)
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
 from lightning_ipu.stand_ins import is_one_piece
@@ -86,6 +102,7 @@ from lightning_ipu.user_step import (
     metric_states,
     metrics_of,
     names_apart,
+    set_aside,
     unchanged_metrics,
     undone_unless_finished,
 )
@@ -225,12 +242,16 @@ class IPUStrategy(DDPStrategy):
         self._loaders: list[Loader] = []
         self._processes: Processes | None = None
         self._stages: StageState | None = None
-        self._restored: dict[str, Any] | None = None  # what the checkpoint of a resumed fit says in this package's words
+        self._restored: dict[str, Any] | None = None  # what a checkpoint says in this package's words, until the fit goes on from it
         self._epoch: int | None = None  # that `progress.updates_done` counts in
         self._agreed_stop: int | None = None
         self.end_by: Callable[[int], None] | None = None  # ends a fit by a signal; None leaves it to Lightning, which saves nothing
-        self._between_steps = True  # whether what follows a host step is over: logs, validation
         self._shown: tuple[list[Any], list[Any]] | None = None  # what the batch held that hooks were given
+        self._under_way: HostStep | None = None  # the host step that is being made, or that an error has ended
+        self._reached: str | None = None  # the last that is over of what follows a host step; None between two of them
+        self._shown_before: dict[str, Any] | None = None  # the latest metrics before the validation that is under way
+        self._rest_of_step: int | None = None  # weight updates that an error left of the host step with which the run goes on
+        self._unheard = ExitStack()  # holds back a hook from those who heard of it before the checkpoint
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
 
     @property
@@ -312,11 +333,13 @@ class IPUStrategy(DDPStrategy):
         self.end_by = None
         # The order of samples is the strategy's: Lightning would shuffle every training loader, even in one process.
         self._exchange(trainer._accelerator_connector, "use_distributed_sampler", False)
-        self.seed = int(os.environ["PL_GLOBAL_SEED"]) if os.environ.get("PL_GLOBAL_SEED") else torch.initial_seed()
+        self._seed_is_given = bool(os.environ.get("PL_GLOBAL_SEED"))  # else one that seed_everything would take
+        self.seed = int(os.environ["PL_GLOBAL_SEED"]) if self._seed_is_given else torch.initial_seed() % (1 << 32)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_what_cannot_be_honoured(trainer)
             self.progress = TrainingProgress(run_updates=trainer.fit_loop.epoch_loop._batches_that_stepped)
-            self._restored, self._epoch, self._between_steps = None, None, True
+            self._restored, self._epoch, self._under_way, self._reached, self._rest_of_step = None, None, None, None, None
+            self._row, self._logged_in_epoch, self._shown_before, self._has_saved = {}, False, None, False
         Strategy.setup_environment(self)
         if self._process_count > 1:
             with self._launcher.meeting():
@@ -487,6 +510,9 @@ class IPUStrategy(DDPStrategy):
         if narrow is not None:
             self._undo.callback(narrow.remove)
         self._scaling = self.precision_plugin.scaling if ours else None
+        self._undoes = any(
+            isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False) for callback in trainer.callbacks
+        )
         common: dict[str, Any] = {
             "plan": self.plan,
             "module": module,
@@ -500,7 +526,7 @@ class IPUStrategy(DDPStrategy):
             "on_micro_batch": self._count_micro_batch,
             "scaling": self._scaling,
             "update_weights": narrow and narrow.step,
-            "undoes": any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks),
+            "undoes": self._undoes,
         }
         clip = partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None
         if is_overridden("configure_gradient_clipping", module):
@@ -695,41 +721,99 @@ class IPUStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if names := kept_buffers(self.lightning_module):
             checkpoint[KEPT] = names
-        updates_per_epoch = self.progress.updates_per_epoch
-        if updates_per_epoch is not None and "loops" in checkpoint:  # of a stream Lightning's own counters are all there is
-            position, module = self._position(), self.lightning_module
-            write_position(checkpoint["loops"]["fit_loop"], position, plan=self.plan, updates_per_epoch=updates_per_epoch)
-            checkpoint["epoch"] = position.epoch
-            checkpoint[KEY] = {
-                "numbers": numbers_of(self.plan, seed=self.seed, precision=str(module.trainer.precision)),
-                "position": vars(position),
-            }
-            if position.updates:
-                gathered = self._engine is not None and self._processes is not None
-                metrics = self._metrics.merged() if gathered else metric_states(module)
-                checkpoint[KEY] |= {"averages": self._recorder.state_dict(), "metrics": metrics}
-                batches = module.trainer.fit_loop.epoch_loop.batch_progress.current
-                unlogged = not self._between_steps and batches.completed < batches.processed
-                checkpoint[KEY] |= {"row": dict(self._row), "logged": self._logged_in_epoch, "unlogged": unlogged}
+        begun = self._recorder is not None and self.lightning_module.trainer.fit_loop._combined_loader is not None
+        if begun and "loops" in checkpoint:
+            if self._recorder.recording_hook:
+                raise PlanError(
+                    f"save_checkpoint was called in {self._recorder.recording_hook}, within a weight update, where there is no state to go on"
+                    " from; save in on_train_batch_start, on_train_batch_end or any hook after it"
+                )
+            self._add_position(checkpoint, filepath)
+            self._check_hyperparameters(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _position(self) -> Position:
-        """Where the run stands, whatever Lightning is doing at the moment."""
-        trainer, progress = self.lightning_module.trainer, self.progress
-        completed, updates = trainer.fit_loop.epoch_progress.current.completed, progress.updates_done
-        ended_within = 0 < updates < progress.updates_per_epoch and trainer.global_step == trainer.max_steps
-        if self._epoch is None or completed > self._epoch and not ended_within:
-            return Position(epoch=completed, updates=0, run_updates=progress.run_updates)
-        epoch_loop = trainer.fit_loop.epoch_loop
-        due = not self._between_steps and epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher) and not self._has_validated
-        return Position(epoch=self._epoch, updates=updates, run_updates=progress.run_updates, validation_due=due)
+    def _check_hyperparameters(self, checkpoint: dict[str, Any]) -> None:
+        """Say at a fit's first checkpoint which hyperparameters would keep it from being loaded."""
+        if self._has_saved:
+            return
+        self._has_saved = True
+        for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+            for name, types in loads_not(checkpoint.get(key) or {}).items():
+                rank_zero_warn(
+                    f"save_hyperparameters keeps {name!r} in the checkpoints, which holds {types}: they load with weights_only=False alone, given"
+                    f" to fit, validate, test or load_from_checkpoint. Leave it out with save_hyperparameters(ignore=[{name!r}])"
+                )
 
-    @property
-    def _has_validated(self) -> bool:
-        """Whether the validation after the last weight update is over."""
-        batches = self.lightning_module.trainer.fit_loop.epoch_loop.val_loop.batch_progress
-        over = batches.is_last_batch and batches.current.ready == batches.current.completed
-        return over and self._validated_after == self.progress.run_updates
+    def _add_position(self, checkpoint: dict[str, Any], filepath: Any) -> None:
+        """Say in a checkpoint where the run stands, and what only this package knows of it."""
+        trainer, module = self.lightning_module.trainer, self.lightning_module
+        loops = checkpoint["loops"]["fit_loop"]
+        if self._restored is not None:  # the run that it was resumed from has not gone on yet
+            position = Position(**self._restored["position"])
+            checkpoint[KEY] = self._restored
+        else:
+            hook = hook_in_progress(trainer)
+            position = self._position(hook)
+            data: TrainingData = trainer.fit_loop._combined_loader.flattened[0].data
+            shown = self._shown_before if position.hook == VALIDATION else None
+            checkpoint[KEY] = saved = {
+                "numbers": numbers_of(self.plan, seed=self.seed, precision=str(trainer.precision)),
+                "data": self._data_word,
+                "position": {**vars(position), "heard_by": list(position.heard_by)},
+                "beside": continuation.state_beside(trainer, hook, filepath, shown=shown or continuation.latest_metrics(trainer)),
+                "order": data.order_state(position.epoch + position.ends_epoch),
+            }
+            if position.begun:
+                gathered = self._engine is not None and self._processes is not None
+                metrics = self._metrics.merged() if gathered else metric_states(module)
+                saved |= {"averages": self._recorder.state_dict(), "metrics": metrics}
+                saved |= {"row": dict(self._row), "logged": self._logged_in_epoch}
+            if position.hook == BATCH_END and hook is not None and len(hook.arguments) == 3:
+                outputs, _, number = hook.arguments
+                saved["batch_end"] = {
+                    "outputs": continuation.kept_outputs(outputs),
+                    "number": number,
+                    "updates": self.progress.step_updates,
+                }
+        write_position(loops, position, plan=self.plan)
+        checkpoint["epoch"] = position.epoch
+
+    def _position(self, hook: Hook | None) -> Position:
+        """Where the run stands, whatever Lightning is doing at the moment; `hook` is the one that it is calling."""
+        trainer, progress = self.lightning_module.trainer, self.progress
+        epoch_loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+        batches, name = epoch_loop.batch_progress, hook and hook.name
+        updates, completed, per_epoch = progress.updates_done, epochs.completed, progress.updates_per_epoch
+        ended_within = 0 < updates < (per_epoch or updates + 1) and trainer.global_step == trainer.max_steps and not batches.is_last_batch
+        rest = None
+        if self._epoch is None or completed > self._epoch and not ended_within:  # between two epochs
+            if name != EPOCH_START:
+                hook = Hook.over(EPOCH_START, trainer) if epochs.started > completed else None
+            epoch, updates = completed, 0
+        else:
+            epoch = self._epoch
+            if self._under_way is not None:
+                hook, rest = Hook.over(BATCH_START, trainer), self._under_way.weight_updates - self._under_way.done
+            elif completed > epoch:
+                hook = None
+            elif trainer.validating and name not in (VALIDATION_END, "on_validation_model_train"):
+                hook = Hook(name=VALIDATION, callbacks=(), module=False)
+            elif name not in (BATCH_START, BATCH_END, VALIDATION_END, EPOCH_END):
+                # In a hook that is none of these, or in none: an error in a logger or a loader, say.
+                last = EPOCH_END if epochs.processed > completed else self._reached
+                if last == BATCH_END and batches.current.completed == batches.current.processed:
+                    last = VALIDATION  # if one is due
+                hook = None if last is None else Hook.over(last, trainer)
+        position = Position(
+            epoch=epoch,
+            updates=updates,
+            run_updates=progress.run_updates,
+            hook=hook and hook.name,
+            heard_by=[callback.state_key for callback in hook.callbacks] if hook else (),
+            module_heard=hook is not None and hook.module,
+            rest_of_step=rest,
+        )
+        return replace(position, ends_epoch=position.follows and batches.is_last_batch)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -743,24 +827,57 @@ class IPUStrategy(DDPStrategy):
                     f"{checkpoint_path} holds an average of weights that its run kept: give the callback AveragedWeights (--ema) again to go on"
                 )
             self._restored = checkpoint.get(KEY)
+            if self._restored is not None:
+                if read_position(self._restored, checkpoint_path).follows:
+                    continuation.keep_open(trainer)
+                    self._undo.callback(continuation.close, trainer)
+                if not self._seed_is_given and self.seed != (before := self._restored["numbers"]["seed"]):
+                    rank_zero_info(f"No seed was given: the run goes on with its own, {before}.")
+                    self.seed = before
         return checkpoint
 
     def _resume(self) -> None:
         """Go on where the checkpoint stands; called when training starts."""
         trainer, saved, module = self.lightning_module.trainer, self._restored, self.lightning_module
-        position = Position(**saved["position"])
-        enter_position(trainer, position)
-        self._epoch, self.progress.updates_done, self.progress.run_updates = position.epoch, position.updates, position.run_updates
-        if position.updates:
+        position, self._restored = Position(**saved["position"]), None
+        continuation.enter(trainer, position, per_update=self.plan.micro_batches_per_update)
+        ended: dict[str, Any] = {}
+        if "batch_end" in saved:
+            outputs = apply_to_collection(saved["batch_end"]["outputs"], torch.Tensor, torch.Tensor.to, self.root_device)
+            updates, places = saved["batch_end"]["updates"], self._training_data.shard.places
+            self.progress.hold(updates, self.plan)
+            self.progress.run_updates = position.run_updates - updates  # by which transfer hooks draw
+            batch: Any = ()
+            if places:  # else a stage in the middle
+                number = (position.updates - updates) * self.plan.micro_batches_per_update + places.start
+                with preserved_streams(self.root_device):
+                    batch = self._ready(self._training_data.again(position.epoch, number), 0)
+            ended = {"outputs": outputs, "batch": batch, "batch_idx": saved["batch_end"]["number"]}
+        self.progress.updates_done, self.progress.run_updates = position.updates, position.run_updates
+        self._reached, self._rest_of_step = position.hook if position.follows else None, position.rest_of_step
+        continuation.load_state_beside(trainer, saved["beside"])
+        if position.begun:
+            self._epoch = position.epoch
+            trainer._logger_connector._first_loop_iter = False  # else what is told is forgotten with the epoch's first step
             self._recorder.load_state_dict(saved["averages"])
-            trainer._logger_connector._first_loop_iter = False  # else what was just told is forgotten with the epoch's first step
+            if not position.updates:
+                trainer._logger_connector._first_loop_iter = None
             self._row, self._logged_in_epoch = dict(saved["row"]), saved["logged"]
             if self._processes is None or self._processes.rank == self._processes.parts - 1:  # the first that runs whole steps
                 load_metric_states(module, saved["metrics"])
             every = trainer.log_every_n_steps
-            if saved["unlogged"] and self._row and every and position.run_updates % every == 0:
+            unlogged = position.hook == BATCH_START and position.rest_of_step is not None
+            if unlogged and self._row and every and position.run_updates % every == 0:
                 row = {**_as_tensors(self._row), "epoch": torch.tensor(position.epoch)}
                 trainer._logger_connector.log_metrics(row, step=position.run_updates - 1)
+        continuation.go_on(trainer, position, **ended)
+        if continuation.awaits(position):
+            self._unheard.enter_context(continuation.unheard(trainer, position))
+            self._undo.callback(self._unheard.close)
+        if self.progress.updates_per_epoch is None:  # of a stream a host step is fetched ahead
+            if trainer.current_epoch > position.epoch:
+                trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
+            iter(trainer.fit_loop._data_fetcher)
 
     def holds(self, name: str) -> bool:
         """Whether a parameter or buffer of the module is in this process; all are where it runs whole networks."""
@@ -797,18 +914,22 @@ class IPUStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._validated_after = self.progress.run_updates
+        if self._reached is not None:
+            self._shown_before = continuation.latest_metrics(self.lightning_module.trainer)
         if self._stages is not None and not self._stages.is_whole and not self._evaluates_in_pipeline:
             self._stages.fetch()
 
     @override
     def on_validation_end(self) -> None:
+        if self._reached is not None:
+            self._reached, self._shown_before = VALIDATION_END, None
         trains = self._engine is not None and not self.lightning_module.trainer.sanity_checking
         if self._stages is not None and trains and not self._evaluates_in_pipeline:
             self._stages.give_up()
 
     @override
     def on_train_end(self) -> None:
+        self._unheard.close()
         if self._stages is not None:
             self._stages.fetch()
 
@@ -846,14 +967,22 @@ class IPUStrategy(DDPStrategy):
         if updates is not None and data.samples is not None:
             self.progress.samples_left_out = data.samples - micro_batches * plan.micro_batch_size
         _check_validation_interval(trainer, updates)
+        word = getattr(trainer.datamodule, "fingerprint", None)
+        self._data_word = {"samples": data.samples, "fingerprint": str(word()) if callable(word) else None}
         if self._restored is not None:
             if remark := check_numbers(self._restored["numbers"], plan, seed=self.seed, precision=str(trainer.precision)):
                 rank_zero_warn(remark)
-            if updates is not None and (done := self._restored["position"]["updates"]) > updates:
+            position = Position(**self._restored["position"])
+            if remark := check_data(self._restored["data"], self._data_word, within_epoch=position.begun and not position.ends_epoch):
+                rank_zero_warn(remark)
+            if updates is not None and not position.ends_epoch and (done := position.updates) > updates:
                 raise PlanError(
                     f"the run to be resumed stands after weight update {done} of its epoch, which now has {updates}:"
-                    " give as many training samples as it had"
+                    " give limit_train_batches as it was"
                 )
+            reload = trainer.reload_dataloaders_every_n_epochs
+            epoch = position.epoch + position.ends_epoch
+            data.go_on(self._restored["order"], epoch=epoch, made_in=epoch - epoch % reload if reload else 0)
         self._events = None
         return HostSteps(
             data,
@@ -907,19 +1036,20 @@ class IPUStrategy(DDPStrategy):
     def _evaluates_in_pipeline(self) -> bool:
         return self.pipeline_validation and self._stages is not None and self._engine is not None
 
-    def _begin_epoch(self) -> tuple[int, int]:
-        """Called when Lightning draws an epoch's first host step: its number and the first micro-batch's."""
+    def _begin_epoch(self) -> tuple[int, int] | None:
+        """Called when Lightning draws an epoch's first host step: its number and the first micro-batch's; None before a run goes on."""
         trainer = self.lightning_module.trainer
+        if self._restored is not None:
+            return None  # Lightning fetches from a stream when it sets up, and once more from `_resume`
         epoch_loop = trainer.fit_loop.epoch_loop
         first = epoch_loop.batch_progress.current.ready
         if self._events is None:
             self._events = events_of(trainer, self.plan, self.progress.updates_per_epoch)
             self._announce()
         self._own_validation_interval(trainer)
-        if first == 0 or self._restored is None:
+        if first == 0:
             self._recorder.begin_epoch()
-            self._row: dict[str, float] = {}
-            self._logged_in_epoch = False
+            self._row, self._logged_in_epoch = {}, False
         self._epoch, self.progress.updates_done = trainer.current_epoch, first // self.plan.micro_batches_per_update
         return trainer.current_epoch, first
 
@@ -953,6 +1083,10 @@ class IPUStrategy(DDPStrategy):
             position.current.completed -= trainer.fit_loop.epoch_loop.restarted_on_train_batch_end  # which Lightning is about to count
             iter(trainer.fit_loop._data_fetcher)
 
+    @override
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self._unheard.close()
+
     def _announce(self) -> None:
         if self.progress.samples_left_out:
             rank_zero_info(
@@ -982,12 +1116,14 @@ class IPUStrategy(DDPStrategy):
         updates = self._events.updates_until_due(run_update=trainer.global_step, epoch_update=self.progress.updates_done)
         if trainer.should_stop:  # it may not stop yet, and looks after every update whether it may
             updates = 1
+        if self._rest_of_step is not None:
+            updates, self._rest_of_step = min(updates, self._rest_of_step), None
         trainer.fit_loop._data_fetcher.fetched += updates * self.plan.micro_batches_per_update - 1  # Lightning itself counts one
         return updates
 
     def _begin_host_step(self, host_step: HostStep) -> Any:
         """Called when Lightning takes a host step up; returns what its hooks get: the first micro-batch here, as it is."""
-        self._between_steps, self._host_step = True, host_step
+        self._reached, self._host_step = None, host_step
         self.progress.hold(host_step.weight_updates, self.plan)
         data = self._training_data
         if not data.shard.places:
@@ -1061,7 +1197,8 @@ class IPUStrategy(DDPStrategy):
                 f" {progress.step_micro_batches} micro-batches of the host step. Change each of them in on_after_batch_transfer"
             )
         steps = epoch_loop.automatic_optimization.optim_progress.optimizer.step
-        self._agreed_stop = None
+        self._agreed_stop, self._under_way = None, host_step
+        put_back, metrics = None, metrics_of(self.lightning_module) if self._undoes else []
         if self._processes is not None:
             self._metrics.begin()
 
@@ -1069,6 +1206,7 @@ class IPUStrategy(DDPStrategy):
             with preserved_streams(self.root_device), recorder.recording():
                 for done in range(host_step.weight_updates):
                     recorder.update = done
+                    put_back = set_aside(metrics) if self._undoes else None
                     loss, extra, made = engine.weight_update(
                         host_step.take, update=progress.run_updates, first_micro_batch=(first_update + done) * per_update
                     )
@@ -1090,6 +1228,12 @@ class IPUStrategy(DDPStrategy):
             self._move_batch_progress((progress.updates_done - first_update - host_step.weight_updates) * per_update + 1)
             epoch_loop.batch_progress.is_last_batch = False
             engine.undo()
+            if put_back is not None:
+                put_back()
+            recorder.forget_from(host_step.done)
+            if host_step.done and self._processes is None:  # else the others would be waited for
+                with suppress(Exception):  # the error is what should be seen
+                    self._log_rows(trainer, host_step.done, ends=False)
             raise
         done += 1
         progress.hold(done, self.plan)
@@ -1098,7 +1242,7 @@ class IPUStrategy(DDPStrategy):
         self._settle(trainer, epoch_loop, done - host_step.weight_updates, done)
         if self._agreed_stop is not None and self.end_by is None:
             trainer._signal_connector.received_sigterm = True
-        self._between_steps = False
+        self._under_way, self._reached = None, BATCH_END
         return outputs
 
     def _should_stop(self, trainer: Trainer) -> bool:
@@ -1119,8 +1263,15 @@ class IPUStrategy(DDPStrategy):
             fetcher = trainer.fit_loop._data_fetcher
             fetcher.fetched, fetcher.done, epoch_loop.batch_progress.is_last_batch = fetcher.fetched + undone, False, False
 
+        ends = epoch_loop.batch_progress.is_last_batch or trainer.global_step == trainer.max_steps
+        if self._events.logs_are_given:
+            ends &= trainer.global_step == trainer.max_steps or trainer.current_epoch + 1 == trainer.max_epochs
+        self._log_rows(trainer, done, ends=ends)
+
+    def _log_rows(self, trainer: Trainer, done: int, *, ends: bool) -> None:
+        """Log what so many weight updates have recorded, all but the last row, which is Lightning's; where the epoch `ends`, one at least."""
         rows = self._recorder.replay("training_step")
-        connector, every = trainer._logger_connector, trainer.log_every_n_steps
+        connector, every, epoch_loop = trainer._logger_connector, trainer.log_every_n_steps, trainer.fit_loop.epoch_loop
         first = epoch_loop._batches_that_stepped
         epoch_loop._batches_that_stepped += done - 1
         row = self._row  # like Lightning's own, a row shows the last value of what this update did not log
@@ -1130,9 +1281,6 @@ class IPUStrategy(DDPStrategy):
                 connector.log_metrics({**_as_tensors(row), "epoch": torch.tensor(trainer.current_epoch)}, step=first + update)
                 self._logged_in_epoch = True
         self._logged_in_epoch |= connector.should_update_logs
-        ends = epoch_loop.batch_progress.is_last_batch or trainer.global_step == trainer.max_steps
-        if self._events.logs_are_given:
-            ends &= trainer.global_step == trainer.max_steps or trainer.current_epoch + 1 == trainer.max_epochs
         if ends and every and row and not self._logged_in_epoch:
             connector.log_metrics(_as_tensors(row))  # a short epoch still shows one training loss
 

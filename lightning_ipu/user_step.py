@@ -43,6 +43,9 @@ _OPTIONS = (
 )
 
 
+_KEPT = "value", "cumulated_batch_size"  # of Lightning's _ResultMetric: what is logged in a hook outside of steps
+
+
 class _Average:
     """Running reduction of one logged name over an epoch."""
 
@@ -69,8 +72,8 @@ class _Average:
 _Record = tuple[str | None, str, Any, dict[str, Any], float, int, int]
 _Call = tuple[Any, float, int, int]  # the last four but for the options
 Gather = Callable[[Any], list[Any]]
-# hook, name, options, sums of an average, path of a metric
-_Saved = tuple[str, str, dict[str, Any], dict[str, float] | None, str | None]
+# hook, name, options, sums of an average or what Lightning keeps of a hook's values, path of a metric, last value logged for a step
+_Saved = tuple[str, str, dict[str, Any], dict[str, Any] | None, str | None, float | None]
 
 
 class _Forwarded(NamedTuple):
@@ -121,27 +124,45 @@ class LogRecorder:
     def state_dict(self) -> list[_Saved]:
         """What has been logged in the part of the epoch that is done, in plain types; options that are none are left out."""
         paths = {id(child): path for path, child in self.module.named_modules()}
-        state = []
-        for (hook, name), options in self._options.items():
+        results = self.module.trainer.fit_loop.epoch_loop._results
+        state: list[_Saved] = []
+
+        def add(hook: str, name: str, options: dict[str, Any], sums: dict[str, Any] | None, metric: Metric | None) -> None:
             options = {**options, "reduce_fx": _kind(options.get("reduce_fx", "mean"))}
             if all(isinstance(value, (str, bool, int, float, type(None))) for value in options.values()):
-                sums, metric = self._sums.get((hook, name)), self._metrics.get((hook, name))
-                state.append((hook, name, options, vars(sums).copy() if sums else None, paths.get(id(metric)) if metric else None))
+                last = getattr(results.get(f"{hook}.{name}"), "_forward_cache", None) if options.get("on_step") else None
+                state.append((hook, name, options, sums, metric and paths.get(id(metric)), None if last is None else float(last)))
+
+        for (hook, name), options in self._options.items():
+            sums = self._sums.get((hook, name))
+            add(hook, name, options, vars(sums).copy() if sums else None, self._metrics.get((hook, name)))
+        for result in results.values():  # what hooks have told Lightning itself, outside of steps
+            meta = result.meta
+            if not result.has_reset and (meta.fx, meta.name) not in self._options:
+                kept = {name: getattr(result, name).cpu().clone() for name in _KEPT if result.is_tensor and hasattr(result, name)}
+                options = {name: getattr(meta, name) for name in ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")}
+                add(meta.fx, meta.name, options, kept or None, None if result.is_tensor else result.value)
         return state
 
     def load_state_dict(self, state: list[_Saved]) -> None:
         """Go on from `state_dict`, and tell Lightning of it: the epoch may end with nothing more being logged."""
         fx_before = self.module._current_fx_name
         try:
-            for hook, name, options, sums, metric in state:
+            for hook, name, options, sums, metric, last in state:
                 self.module._current_fx_name, kind = hook, options["reduce_fx"]
                 options = {key: value for key, value in options.items() if key != "reduce_fx" or value != "mean"}
                 if metric is not None:
-                    LightningModule.log(self.module, name, self.module.get_submodule(metric), **options)
+                    self._metrics[hook, name] = self.module.get_submodule(metric)
+                    LightningModule.log(self.module, name, self._metrics[hook, name], **options)
+                elif sums is not None and _KEPT[0] in sums:
+                    LightningModule.log(self.module, name, sums[_KEPT[0]], batch_size=1, **options)
+                    vars(self._result_of(hook, name, options)).update({key: value.to(self.module.device) for key, value in sums.items()})
                 elif sums is not None:
                     self._sums[hook, name] = total = _Average()
                     vars(total).update(sums)
                     self._put(hook, name, options, torch.tensor(total.reduced(kind), dtype=torch.float64), kind)
+                if last is not None:
+                    self._result_of(hook, name, options)._forward_cache = torch.tensor(last, dtype=torch.float64)
         finally:
             self.module._current_fx_name = fx_before
 
@@ -160,6 +181,15 @@ class LogRecorder:
         finally:
             LightningModule.log = original
             self._recording = False
+
+    def forget_from(self, update: int) -> None:
+        """Forget what was written down from this weight update of the host step on: an error has ended it."""
+        self._records = [record for record in self._records if record[5] < update]
+
+    @property
+    def recording_hook(self) -> str | None:
+        """What runs within a host step: a hook's name or the step; None where no host step runs."""
+        return (self.hook or "training_step") if self._recording else None
 
     @property
     def in_step(self) -> bool:
@@ -505,7 +535,7 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 @contextmanager
 def unchanged_metrics(metrics: list[Metric]) -> Iterator[None]:
     """Leave metrics as they were, whatever is done to them inside."""
-    put_back = _set_aside(metrics)
+    put_back = set_aside(metrics)
     try:
         yield
     finally:
@@ -515,7 +545,7 @@ def unchanged_metrics(metrics: list[Metric]) -> Iterator[None]:
 @contextmanager
 def undone_unless_finished(recorder: LogRecorder, metrics: list[Metric]) -> Iterator[None]:
     """Take back what a step has logged and added to metrics if it is left half-way: at a call of `self(...)` that others answer."""
-    put_back, logged = _set_aside(metrics), len(recorder._records)
+    put_back, logged = set_aside(metrics), len(recorder._records)
     try:
         yield
     except BaseException:
@@ -524,7 +554,7 @@ def undone_unless_finished(recorder: LogRecorder, metrics: list[Metric]) -> Iter
         raise
 
 
-def _set_aside(metrics: list[Metric]) -> Callable[[], None]:
+def set_aside(metrics: list[Metric]) -> Callable[[], None]:
     """Give metrics copies of their states to work on; returns what puts the states back."""
     before = [(metric, metric.metric_state, metric._update_count, metric._computed, metric._forward_cache) for metric in metrics]
     for metric, state, *_ in before:

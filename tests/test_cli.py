@@ -472,7 +472,7 @@ def test_ctrl_c_within_a_validation_ends_after_it_with_a_checkpoint_and_twice_at
     status, output, _ = run(*line)
     assert status == 130 and ("stopped after 16 weight updates" in output) == (times == 1)
     last = torch.load("results/checkpoints/last.ckpt")["lightning_ipu"]["position"]
-    assert last == {"epoch": 2 if times == 1 else 1, "updates": 0, "run_updates": 16 if times == 1 else 8, "validation_due": False}
+    assert (last["epoch"], last["updates"], last["run_updates"]) == ((2, 0, 16) if times == 1 else (1, 0, 8))
 
 
 def test_resuming_takes_the_options_of_the_start_and_refuses_another_model(run):

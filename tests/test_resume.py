@@ -1,14 +1,18 @@
 """A run that goes on from any checkpoint equals the run that never stopped: weights, optimizer, rates, validations and every row logged."""
 
+import enum
+import warnings
 from functools import partial
 
+import numpy
 import pytest
 import torch
-from pytorch_lightning import Callback
-from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from runs import Ledger, Net, blocks, classes, equal_states, fit, loader, numbered
+from pytorch_lightning import Callback, LightningDataModule, seed_everything
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from runs import Ledger, Net, blocks, classes, equal_states, fit, loader, make_trainer, numbered
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
+from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ipu.output import MetricsFile
@@ -118,21 +122,25 @@ def test_resuming_from_a_checkpoint_of_any_hook_gives_the_uninterrupted_run(opti
         assert resumed_rows == rows, place
 
 
-def test_a_checkpoint_on_an_error_within_an_update_holds_the_statistics_before_it(tmp_path):
+@pytest.mark.parametrize(
+    "callback", [lambda path: OnExceptionCheckpoint(path, "error"), lambda path: ModelCheckpoint(path, "error", save_on_exception=True)]
+)
+def test_a_checkpoint_on_an_error_within_an_update_holds_what_was_before_it(callback, tmp_path):
     class Failing(Measured):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            if batch_idx == 10:
+            if batch_idx == 18:
                 raise RuntimeError("a bad sample")
             return loss
 
-    whole, plan = Measured(), {"A": 4, "max_epochs": 1}
-    fit(whole, loader(classes(53), 2), **plan)
-    with pytest.raises(RuntimeError):
-        fit(Failing(), loader(classes(53), 2), callbacks=OnExceptionCheckpoint(tmp_path, "error"), enable_checkpointing=True, **plan)
+    whole, plan = Measured(), {"A": 4, "D": 3, "max_epochs": 1}
+    trainer = fit(whole, loader(classes(53), 2), **plan)
+    with pytest.raises(RuntimeError):  # in the second update of the second host step
+        fit(Failing(), loader(classes(53), 2), callbacks=callback(tmp_path), enable_checkpointing=True, **plan)
     second = Measured()
-    fit(second, loader(classes(53), 2), ckpt_path=tmp_path / "error.ckpt", **plan)
-    assert equal_states(second, whole)
+    again = fit(second, loader(classes(53), 2), ckpt_path=tmp_path / "error.ckpt", **plan)
+    assert len(second.seen) == 24 - 16 and equal_states(second, whole)
+    assert again.callback_metrics == trainer.callback_metrics  # averages and a metric over the whole epoch
 
 
 @pytest.mark.parametrize(
@@ -141,7 +149,8 @@ def test_a_checkpoint_on_an_error_within_an_update_holds_the_statistics_before_i
         ({"A": 4}, r"replication_factor x gradient_accumulation_factor is 8, but .* trained with 4"),
         ({"seed": 2}, "the seed is 2, but .* trained with 1"),
         ({"precision": "bf16-mixed"}, "precision is bf16-mixed, but .* trained with 32-true"),
-        ({"data": 21}, "stands after weight update 4 of its epoch, which now has 2"),
+        ({"data": 21}, "the training set has 21 samples, but that of the run to be resumed had 53"),
+        ({"limit_train_batches": 10}, "stands after weight update 4 of its epoch, which now has 2"),
     ],
     ids=str,
 )
@@ -199,3 +208,211 @@ def test_extending_a_run_does_not_raise_the_learning_rate(extended_after, tmp_pa
     assert all(late <= early for early, late in zip(together, together[1:], strict=False))
     if extended_after == 5:
         assert more == [0.0] * 5  # the schedule was over
+
+
+def test_a_run_that_was_given_no_seed_goes_on_with_its_own_and_names_one_that_can_be_given(tmp_path, monkeypatch):
+    def order(*, epochs, own, given=None, resume=None):
+        module, trainer = Net(), make_trainer(max_epochs=epochs)
+        torch.manual_seed(own)  # what a new process does at random
+        monkeypatch.delenv("PL_GLOBAL_SEED")
+        if given is not None:
+            seed_everything(given, verbose=False)
+        trainer.fit(module, loader(classes(8), 8, shuffle=True), ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module.seen
+
+    whole, large = order(epochs=2, own=1 << 40 | 11), 1 << 40 | 11
+    order(epochs=1, own=large)
+    kept = torch.load(tmp_path / "1.ckpt")["lightning_ipu"]["numbers"]["seed"]
+    assert order(epochs=2, own=5, resume=tmp_path / "1.ckpt") == order(epochs=2, own=5, given=kept, resume=tmp_path / "1.ckpt") == whole[1:]
+    with pytest.raises(PlanError, match=f"the seed is 7, but .* give {kept}"):
+        order(epochs=2, own=5, given=7, resume=tmp_path / "1.ckpt")
+
+
+class Drawing(Dataset):
+    """Draws from a generator that each loader worker makes from its own seed."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.tensor(float(Drawing.generator.integers(1000)))
+
+    @staticmethod
+    def init(worker):
+        Drawing.generator = numpy.random.default_rng(torch.initial_seed())
+
+
+def test_loader_workers_of_a_resumed_epoch_have_the_seeds_of_that_epoch(tmp_path):
+    def draws(*, epochs, resume=None):
+        module = Ledger()
+        module.validation_step = lambda batch, batch_idx: scored.append(batch.item())
+        scored = []
+        data = partial(loader, Drawing(), num_workers=1, worker_init_fn=Drawing.init)
+        trainer = fit(module, data(), data(), max_epochs=epochs, ckpt_path=resume, num_sanity_val_steps=0)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module.seen, scored
+
+    seen, scored = draws(epochs=2)
+    assert seen[:3] != seen[3:] and scored[:3] == scored[3:]  # a validation is the same each time
+    draws(epochs=1)
+    assert draws(epochs=2, resume=tmp_path / "1.ckpt") == (seen[3:], scored[3:])
+
+
+class Rotating(Sampler):
+    """Begins one further in every epoch, by its own count."""
+
+    def __init__(self, has_state=False) -> None:
+        self.count = 0
+        if has_state:
+            self.state_dict, self.load_state_dict = lambda: {"count": self.count}, lambda state: vars(self).update(state)
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        self.count += 1
+        return iter([(self.count + number) % 4 for number in range(4)])
+
+
+class Counting(IterableDataset):
+    """A stream that tells its epochs apart by its own count."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self):
+        self.count += 1
+        return iter(torch.arange(4.0) + 10 * self.count)
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("kind", ["advanced", "kept", "stream"])
+def test_a_sampler_or_stream_with_a_state_of_its_own_goes_on_in_it(kind, tmp_path):
+    data = {
+        "advanced": lambda: numbered(4, sampler=Rotating()),
+        "kept": lambda: numbered(4, sampler=Rotating(has_state=True)),
+        "stream": lambda: loader(Counting()),
+    }[kind]
+    keep = partial(ModelCheckpoint, tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
+    whole = Ledger()
+    fit(whole, data(), callbacks=keep(), enable_checkpointing=True, max_epochs=3)
+    assert whole.seen[4] == ([2.0] if kind != "stream" else [20.0])
+    for step in (3, 4, 7, 8):
+        second = Ledger()
+        fit(second, data(), ckpt_path=tmp_path / f"step={step}.ckpt", max_epochs=3)
+        assert second.seen == whole.seen[step:], step
+
+
+class Numbers(LightningDataModule):
+    """So many numbers, of which those in `held_out` are not trained on."""
+
+    def __init__(self, *held_out, samples=6) -> None:
+        super().__init__()
+        self.rows = [float(number) for number in range(samples) if number not in held_out]
+
+    def fingerprint(self):
+        return repr(self.rows)
+
+    def train_dataloader(self):
+        return loader(TensorDataset(torch.tensor(self.rows)))
+
+
+def test_other_samples_are_refused_within_an_epoch_and_said_between_two(tmp_path):
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
+    fit(Ledger(), Numbers(0), callbacks=keep, enable_checkpointing=True)
+    for data, words in ((Numbers(0, samples=8), "7 samples, but .* had 5"), (Numbers(1), "5 training samples are others")):
+        with pytest.raises(PlanError, match=words):
+            fit(Ledger(), data, ckpt_path=tmp_path / "step=3.ckpt")
+        second = Ledger()
+        with pytest.warns(UserWarning, match=words):
+            fit(second, data, ckpt_path=tmp_path / "step=5.ckpt", max_epochs=2)
+        assert second.seen == [[row] for row in data.rows]
+
+
+def test_epochs_after_the_one_that_a_run_goes_on_in_may_be_shorter(tmp_path):
+    class Shrinking(Ledger):
+        def train_dataloader(self):
+            return numbered(2 if self.trainer.current_epoch else 6)
+
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
+    options = {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2}
+    fit(Shrinking(), callbacks=keep, enable_checkpointing=True, **options)
+    second = Shrinking()
+    fit(second, ckpt_path=tmp_path / "step=4.ckpt", **options)
+    assert second.seen == [[4.0], [5.0], [0.0], [1.0]]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Strange:
+    pass
+
+
+def test_hyperparameters_of_plain_types_load_again_and_others_are_said_when_the_first_checkpoint_is_written(tmp_path):
+    class Hyper(Ledger):
+        def __init__(self, extra) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    plain = {"path": tmp_path, "colour": Colour.RED, "number": numpy.float64(0.1), "rows": numpy.arange(3), "kind": numpy.dtype("int8")}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="save_hyperparameters")
+        fit(Hyper(plain), loader(2)).save_checkpoint(tmp_path / "plain.ckpt")
+    trainer = fit(Hyper(plain), loader(2), ckpt_path=tmp_path / "plain.ckpt", max_epochs=2)
+    assert trainer.global_step == 4 and trainer.lightning_module.w.item() == -4.0
+    with pytest.warns(UserWarning, match="save_hyperparameters keeps 'extra' .* holds test_resume.Strange"):
+        fit(Hyper(Strange()), loader(2)).save_checkpoint(tmp_path / "strange.ckpt")
+
+
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+def test_stock_lightning_goes_on_with_a_checkpoint(monitor, tmp_path):
+    def trained(folder, *, resume=None, every=None, **options):
+        module = Net()
+        keep = ModelCheckpoint(folder, monitor=monitor, filename="{step}", every_n_train_steps=every, save_top_k=-1)
+        stopping = [EarlyStopping("val_loss", patience=9)] if monitor else []
+        validation = [loader(classes(7, seed=6), 4)] if monitor else []
+        options |= {"enable_checkpointing": True, "callbacks": [keep, *stopping], "num_sanity_val_steps": 0}
+        return module, fit(module, loader(classes(16), 2), *validation, ckpt_path=resume, **options)
+
+    whole, _ = trained(tmp_path / "whole", stock=True, accumulate_grad_batches=2, max_epochs=4)
+    trained(tmp_path / "ours", A=2, D=2, max_epochs=2)
+    stock = {"stock": True, "accumulate_grad_batches": 2, "max_epochs": 4}
+    module, trainer = trained(tmp_path / "second", resume=tmp_path / "ours" / "step=8.ckpt", **stock)
+    assert (trainer.global_step, trainer.current_epoch) == (16, 4) and len(module.seen) == 16
+    for name, value in whole.state_dict().items():
+        assert torch.allclose(module.state_dict()[name], value, atol=1e-6), name
+    if monitor is None:
+        trained(tmp_path / "within", A=2, every=3, max_epochs=1)
+        _, trainer = trained(tmp_path / "third", resume=tmp_path / "within" / "step=3.ckpt", **stock)
+        assert trainer.current_epoch == 4
+
+
+def test_a_resumed_run_leaves_the_files_of_one_that_was_not_and_a_finished_one_is_left_alone(tmp_path):
+    class Ended(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 2:
+                raise SystemExit
+
+    def files(folder, *callbacks, resume=None):
+        keep = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}")
+        data, validation = loader(classes(16), 2), loader(classes(7, seed=6), 4)
+        module, options = Net(), {"max_epochs": 4, "A": 2, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+        fit(module, data, validation, callbacks=[keep, *callbacks], ckpt_path=resume, **options)
+        return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+    whole = files(tmp_path / "whole")
+    for last in ("last.ckpt", "epoch=1.ckpt"):
+        folder = tmp_path / last
+        with pytest.raises(SystemExit):
+            files(folder, Ended())
+        finished = files(folder, resume=folder / last)
+        assert set(finished) == set(whole), last
+    assert files(tmp_path / "whole", resume=tmp_path / "whole" / "last.ckpt") == whole

@@ -53,6 +53,8 @@ class ReplicaBuffers:
         self.moves = moved if self.moves is None else [total + move for total, move in zip(self.moves, moved, strict=True)]
 
     def end_update(self, replicas: int) -> None:
+        if replicas == 1:
+            return  # the one replica's values, to the last bit
         _copy(_at(self._floats), [common + total / replicas for common, total in zip(self._common[0], self.moves, strict=True)])
 
 
