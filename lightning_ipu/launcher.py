@@ -265,7 +265,9 @@ def let_signals_end() -> None:
     """From now on a signal ends the process: at the program's end a handler's exception would only be printed, a DataLoader's included."""
     for name in ("SIGINT", "SIGTERM", "SIGCHLD"):
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+            signum = getattr(signal, name)
+            if not getattr(getattr(signal.getsignal(signum), "__self__", None), "is_released", False):  # else it does so by itself
+                signal.signal(signum, signal.SIG_DFL)
 
 
 def _say(line: str) -> None:

@@ -88,8 +88,18 @@ class SignalHandler:
         if self._told is not None:
             signal.set_wakeup_fd(self._told_before)
             self._told.close()
+        if self.received is None:
+            self._restore()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the run is over."""
+        return self._over.is_set()
+
+    def _restore(self) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
 
     def _end_the_deaf(self, heard: socket.socket) -> None:
         asked: float | None = None
@@ -105,6 +115,10 @@ class SignalHandler:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None and _is_same_request(self._received_at):
+            return
+        if self.is_released:
+            self._restore()
+            os.kill(os.getpid(), signum)
             return
         if self.trainer is None or self.received is not None:
             raise SystemExit(128 + signum)

@@ -51,7 +51,8 @@ class Ending(Net):
 
     def end(self, place: str) -> None:
         how, _, where = self.way.partition(" in ")
-        if where == place and self.trainer.global_step >= 3 and self.trainer.global_rank == self.trainer.world_size - 1:
+        rank = int(os.environ.get("RANK_THAT_ENDS", self.trainer.world_size - 1))
+        if where == place and self.trainer.global_step >= 3 and self.trainer.global_rank == rank:
             cause()
             if how == "exit":
                 sys.exit(3)

@@ -67,6 +67,21 @@ def test_two_processes_over_loader_workers_end(case, tmp_path):
     assert output.count("Traceback (most recent call last)") == (2 if "damaged" in case else 0), output  # a worker's, within its error's
 
 
+def test_an_error_of_the_first_process_under_torchrun_is_told_once():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, SCRIPT, "error in training_step:1:no"],
+        env=environment(DEVICES="2", RANK_THAT_ENDS="0"),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 2, done.stderr  # the error's, and torchrun's own
+    assert done.stderr.count("ValueError: the end") == 1
+
+
 def test_a_program_that_goes_on_after_a_failed_fit_keeps_no_workers():
     class Failing(Net):
         def validation_step(self, batch, batch_idx):
