@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_ipu import averaging, cli, machine
 from lightning_ipu.checkpoint import atomic_write, read_checkpoint
 from lightning_ipu.configs import COMMAND, quote_strings
-from lightning_ipu.display import RunDisplay, closing_lines, score_table
+from lightning_ipu.display import RunDisplay, closing_lines, counted, score_table
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import Launcher
 from lightning_ipu.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
@@ -52,6 +52,7 @@ from lightning_ipu.precision import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import KEY, check_numbers, weight_updates_in
 from lightning_ipu.slowdown import SlowdownWatch
 from lightning_ipu.strategy import IPUStrategy
+from lightning_ipu.words import file_with
 
 __all__ = ["Command", "CommandLine", "keep_quiet", "run_command"]
 
@@ -245,7 +246,13 @@ class CommandLine(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, with the settings that a given checkpoint was trained with as defaults: what is typed or configured goes before."""
         self.words = list(args)
-        super().parse_arguments(parser, args)
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            unknown = re.search(r"does not accept option '([\w.]+)'", str(error))
+            if unknown and (file := file_with(self.words, unknown[1])):
+                raise MisconfigurationException(f"{file}: {unknown[1]} is no key of {self.command.prog}'s LightningCLI form") from None
+            raise
         config = self.config[self.config.subcommand]
         self._check(config)
         path = config.get("ckpt_path")
@@ -566,8 +573,8 @@ class CommandLine(LightningCLI):
 
     def after_fit(self) -> None:
         if self.resumed is not None and self.checkpoints is not None and not self.checkpoints.trained:
-            updates, epochs = self.trainer.global_step, self.trainer.current_epoch
-            self._close([f"already complete: {updates:,} weight updates, {epochs:,} epochs in {self.ckpt_path}; nothing was changed"])
+            done = f"{counted(self.trainer.global_step, 'weight update')}, {counted(self.trainer.current_epoch, 'epoch')}"
+            self._close([f"already complete: {done} in {self.ckpt_path}; nothing was changed"])
             return
         final = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         validated = self.display is not None and self.display.validated_at == self.trainer.global_step

@@ -61,6 +61,20 @@ def value_of(words: Sequence[str], section: str, key: str) -> Any:
     return found
 
 
+def file_with(words: Sequence[str], key: str) -> str | None:
+    """The configuration among arranged words that has a key such as `model.size`, the last of several; None where none has."""
+    found = None
+    for name, value in pairs(words):
+        content = _loaded(value) if name == "--config" else None
+        for part in key.split("."):
+            content = content.get(part, _MISSING) if isinstance(content, dict) else _MISSING
+        found = found if content is _MISSING else value
+    return found
+
+
+_MISSING = object()
+
+
 def pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each option with its value, whether that is in the same word or in the next."""
     for word, following in zip(words, [*words[1:], ""], strict=False):

@@ -13,7 +13,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from cifar_ipu import __main__ as cifar
 from cosmoflow_ipu import __main__ as cosmoflow
-from lightning_ipu import cli, configs
+from lightning_ipu import cli
 from resnet_ipu import __main__ as resnet
 
 pytestmark = pytest.mark.usefixtures("own_process")
@@ -74,6 +74,8 @@ def test_what_is_no_configuration_is_named_in_all_commands_and_forms(command_lin
     for name, message in wanted.items():
         for words in (["--config", name], ["fit", "--config", name], ["predict", f"--model={name}"]):
             refused(command_line(main, *words), message)
+    Path("unknown.yaml").write_text("model: {colour: red}")
+    refused(command_line(main, "fit", "--config", "unknown.yaml"), "unknown.yaml: model.colour is no key")
     refused(command_line(main, "predict", "--checkpoint", "last.ckpt"), "a checkpoint is given with --ckpt_path")
 
 
@@ -150,7 +152,6 @@ def test_names_that_yaml_takes_for_numbers_booleans_nothing_or_dates_survive_a_c
     again = torch.load("2e3/checkpoints/last.ckpt")["state_dict"]
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert run("validate", "--ckpt_path", "null/checkpoints/last.ckpt")[0] == 0
-    configs.quote_strings()
 
 
 # -- evaluations ------------------------------------------------------------------------------------------------------------------------
