@@ -139,7 +139,7 @@ class RunDisplay(ProgressBar):
         self._clock = _TrainingClock()
         self._stage = ""  # what an evaluation is called while it runs
         self._stage_done, self._stage_total = 0, 0
-        self._epoch_start = 0.0
+        self._epoch, self._epoch_start = 1, 0.0  # Lightning counts one more as soon as an epoch is over
         self._last_stage_seconds = 0.0
 
     # -- what Lightning asks of a progress bar
@@ -165,7 +165,7 @@ class RunDisplay(ProgressBar):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.started, self._epoch_start = True, time.monotonic()
+        self.started, self._epoch, self._epoch_start = True, trainer.current_epoch + 1, time.monotonic()
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         rows = [*self.facts[:1], ("parameters", f"{parameters:,}"), *self.facts[1:], *plan_rows(trainer)]
         if self.enabled:
@@ -175,7 +175,7 @@ class RunDisplay(ProgressBar):
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_start = time.monotonic()
+        self._epoch, self._epoch_start = trainer.current_epoch + 1, time.monotonic()
         self._clock.resume()
 
     @override
@@ -310,9 +310,7 @@ class RunDisplay(ProgressBar):
         done, total = self._position()
         if self._stage:
             return f"{self._stage} · batch {done:,}{_of(self._stage_total)}"
-        epochs = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None
-        epoch = trainer.current_epoch + 1  # of a run that is over Lightning counts one more
-        parts = [f"epoch {min(epoch, epochs or epoch)}{_of(epochs)}", f"update {done:,}{_of(total)}"]
+        parts = [f"epoch {self._epoch}{_of(trainer.max_epochs)}", f"update {done:,}{_of(total)}"]
         latest = trainer.strategy.progress.latest
         loss = latest.get(self.names["train"], latest.get(f"{self.names['train']}_step"))
         if loss is not None:
