@@ -440,9 +440,10 @@ class IPUStrategy(DDPStrategy):
         owners = (*trainer.callbacks, self.lightning_module)
         self._starters = [type(owner).__name__ for owner in owners if "on_train_batch_start" in batch_hooks(owner)]
         self._exchange(trainer.fit_loop.epoch_loop.automatic_optimization, "run", self._run_host_step)
-        for bar in trainer.callbacks:
-            if isinstance(bar, ProgressBar):
-                self._exchange(bar, "on_train_batch_end", partial(self._move_bar, bar))
+        for callback in trainer.callbacks:
+            self._exchange(callback, "log", partial(_log, self.lightning_module))  # else Lightning's own, whoever stands in for it
+            if isinstance(callback, ProgressBar):
+                self._exchange(callback, "on_train_batch_end", partial(self._move_bar, callback))
 
     def _move_bar(self, bar: ProgressBar, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """A bar is told the host step's last micro-batch, other callbacks the first."""
@@ -868,7 +869,7 @@ class IPUStrategy(DDPStrategy):
             every = trainer.log_every_n_steps
             unlogged = position.hook == BATCH_START and position.rest_of_step is not None
             if unlogged and self._row and every and position.run_updates % every == 0:
-                row = {**_as_tensors(self._row), "epoch": torch.tensor(position.epoch)}
+                row = {"epoch": torch.tensor(position.epoch), **_as_tensors(self._row)}
                 trainer._logger_connector.log_metrics(row, step=position.run_updates - 1)
         continuation.go_on(trainer, position, **ended)
         if continuation.awaits(position):
@@ -1273,12 +1274,12 @@ class IPUStrategy(DDPStrategy):
         rows = self._recorder.replay("training_step")
         connector, every, epoch_loop = trainer._logger_connector, trainer.log_every_n_steps, trainer.fit_loop.epoch_loop
         first = epoch_loop._batches_that_stepped
-        epoch_loop._batches_that_stepped += done - 1
         row = self._row  # like Lightning's own, a row shows the last value of what this update did not log
         for update in range(done):
             row.update(rows[update] if update < len(rows) else {})
+            epoch_loop._batches_that_stepped = first + update  # which a logger is told, but for a `step` that was logged
             if update < done - 1 and row and every and (first + update + 1) % every == 0:
-                connector.log_metrics({**_as_tensors(row), "epoch": torch.tensor(trainer.current_epoch)}, step=first + update)
+                connector.log_metrics(_as_tensors(row))
                 self._logged_in_epoch = True
         self._logged_in_epoch |= connector.should_update_logs
         if ends and every and row and not self._logged_in_epoch:
@@ -1511,6 +1512,11 @@ def _unheard_batch(trainer: Trainer) -> Iterator[None]:
 
 def _evaluation_loops(trainer: Trainer) -> list[Any]:
     return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+
+
+def _log(module: LightningModule, *arguments: Any, **options: Any) -> None:
+    """What a callback's `self.log` is while a fit runs."""
+    module.log(*arguments, **options)
 
 
 def _with(plan: Plan, **changed: int) -> Plan:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule
+from pytorch_lightning.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from pytorch_lightning.utilities.data import extract_batch_size
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -26,23 +27,21 @@ from torchmetrics import Metric
 
 from lightning_ipu.plan import PlanError
 
-# The parameters of LightningModule.log behind `name` and `value`, in their order.
-_OPTIONS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-    "metric_attribute",
-    "rank_zero_only",
-)
-
-
+# The parameters of LightningModule.log behind `name` and `value`, in their order, and what stands for them where they are not given.
+_OPTIONS = {
+    "prog_bar": False,
+    "logger": None,
+    "on_step": None,
+    "on_epoch": None,
+    "reduce_fx": "mean",
+    "enable_graph": False,
+    "sync_dist": False,
+    "sync_dist_group": None,
+    "add_dataloader_idx": True,
+    "batch_size": None,
+    "metric_attribute": None,
+    "rank_zero_only": False,
+}
 _KEPT = "value", "cumulated_batch_size"  # of Lightning's _ResultMetric: what is logged in a hook outside of steps
 
 
@@ -248,7 +247,8 @@ class LogRecorder:
         calls: dict[tuple[str, str], list[_Call]] = {}
         for hook, name, value, options, *rest in records:
             key = hook or step_hook, name
-            if self._options.setdefault(key, options) != options:
+            known = self._options.setdefault(key, options)
+            if known != options and _written_out(key[0], known) != _written_out(key[0], options):
                 raise PlanError(f"self.log({name!r}, ...) was called in {key[0]} with different options; one name needs one set of options")
             calls.setdefault(key, []).append((value, *rest))
         self._records.clear()
@@ -397,6 +397,14 @@ def _things(value: Any, depth: int = 8) -> Iterator[Any]:
     if isinstance(value, (list, tuple)) and depth:
         for item in value:
             yield from _things(item, depth - 1)
+
+
+def _written_out(hook: str, options: dict[str, Any]) -> dict[str, Any]:
+    """All options of a `self.log` in a hook, those included that were left to Lightning."""
+    whole = {**_OPTIONS, **options}
+    levels = _FxValidator.check_logging_and_get_default_levels(hook, on_step=whole["on_step"], on_epoch=whole["on_epoch"])
+    whole |= {"levels": levels, "on_step": None, "on_epoch": None, "reduce_fx": _kind(whole["reduce_fx"])}
+    return whole | {"logger": whole["logger"] is not False}
 
 
 def _kind(reduce_fx: Any) -> str:

@@ -192,6 +192,43 @@ def test_names_rows_and_values_are_stock_lightnings(every, loaders, tmp_path):
         assert row == pytest.approx(their_row, rel=1e-6)
 
 
+@pytest.mark.parametrize("D", [1, 4])
+def test_a_callback_logs_with_its_own_log_what_it_does_in_stock_lightning(D, tmp_path):
+    hooks = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_validation_batch_end")
+
+    def logging(hook):
+        return lambda self, trainer, module, *_: self.log(hook, float(trainer.global_step), on_step=True, on_epoch=True)
+
+    def run(folder, **options):
+        callback = type("Logging", (pl.Callback,), {hook: logging(hook) for hook in hooks})()
+        trainer = fit(
+            Net(),
+            loader(classes(20), 2),
+            loader(classes(4), 2),
+            callbacks=[callback],
+            logger=csv_logger(folder),
+            log_every_n_steps=1,
+            **options,
+        )
+        metrics = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
+        return [{name: value.item() for name, value in some.items()} for some in metrics], csv_rows(folder)
+
+    (metrics, rows), (their_metrics, their_rows) = run(tmp_path / "ours", D=D), run(tmp_path / "stock", stock=True)
+    for mine, theirs in zip(metrics + rows, their_metrics + their_rows, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert metrics[0]["on_after_backward_epoch"] == 4.5  # the mean of 0 to 9
+
+
+def test_options_that_are_written_out_are_the_ones_that_lightning_takes_itself():
+    class Twice(Ledger):
+        def training_step(self, batch, batch_idx):
+            self.log("a", 1.0)
+            self.log("a", 2.0, on_step=True, on_epoch=False, prog_bar=False, logger=True, reduce_fx=torch.mean, batch_size=2)
+            return super().training_step(batch, batch_idx)
+
+    assert fit(Twice(), loader(4)).callback_metrics["a"] == 2.0
+
+
 def test_reductions_over_an_epoch_are_over_its_micro_batches(tmp_path):
     for plan in PLANS:
         metrics, rows = everything(tmp_path / str(plan), **plan)
