@@ -92,7 +92,7 @@ _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
 _TRAINING, _RUN = "training", cli.RUN
 
 OPTIONS = (
-    Option(name="--config", group="start from", metavar="FILE", help="options, one a line, which those on the command line go before; the package's own are for fit --config NAME"),
+    Option(name="--config", group="start from", metavar="FILE", help="a file of options, one a line, which the command line overrides; the package's own are for fit --config NAME"),
     Option(name="--network", group=_NETWORK, type=choice(*LAYERS), shown="keras; whitened with --recipe fast", help="keras is Keras' CIFAR-10 example, estimator has a third convolution in its first block, whitened is quick to train"),
     Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep images plane by plane in memory; slower on most devices"),
     #
@@ -120,7 +120,7 @@ OPTIONS = (
     Option(name="--recipe", group=_TRAINING, type=choice(*RECIPES), default="original", help="original: SGD, 0.01, no augmentation, pixels from 0 to 1; fast: a rate that rises and falls, label smoothing, crops and flips, few epochs"),
     Option(name="--epochs", group=_TRAINING, key="epochs", type=positive(float), metavar="X", shown=f"keras 100, estimator 150; {EPOCHS_IN_A_HURRY} with --recipe fast; {EPOCHS_ON_SAMPLE} on SAMPLE", help="passes over the training set; fractions are turned into weight updates"),
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice("sgd", "adamw", "rmsprop", "lars", "lamb"), shown="sgd; fast keras and estimator: adamw", help="optimizer"),
-    Option(name="--learning-rate", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="of sgd 0.01, fast 0.2, for weight updates of so many samples as the recipe's --batch-size, else in proportion; of adamw 0.002", help="learning rate at the schedule's height"),
+    Option(name="--learning-rate", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="sgd 0.01, fast 0.2, each x samples per weight update / the recipe's --batch-size; adamw 0.002", help="peak learning rate"),
     Option(name="--momentum", group=_TRAINING, key="model.momentum", type=positive(float, zero=True), metavar="X", shown="original 0, fast 0.9", help="of sgd, Nesterov's; of rmsprop and lars"),
     Option(name="--lr-schedule", group=_TRAINING, key="model.schedule", type=choice("const", "linear", "cosine"), shown="original const; fast linear, after a rise over a fifth of the run", help="how the learning rate moves, with every weight update"),
     Option(name="--l2-regularization", group=_TRAINING, key="model.l2_regularization", type=positive(float, zero=True), metavar="X", shown="original 0, fast 5e-4", help="on weights, not on norms and biases"),

@@ -85,7 +85,7 @@ OPTIONS = (
     Option(name="--channels", group=_DATA, key="data.channels", type=positive(), default=4, help="redshifts that the network sees, of 0, 0.5, 1.5 and 3"),
     Option(name="--no-augmentation", group=_DATA, key="data.augment", sets=False, type=bool, help="do not turn and mirror training cubes"),
     Option(name="--on-bad-record", group=_DATA, key="data.on_bad_record", type=choice("raise", "skip"), shown="raise", help="end with file, record and byte; or read all before the run and leave out what is bad"),
-    Option(name="--cache-gb", group=_DATA, key="data.cache_gb", type=positive(float, zero=True), metavar="X", shown="what packed files need, up to half of what is free", help="memory for cubes that were read, of all processes on this machine"),
+    Option(name="--cache-gb", group=_DATA, key="data.cache_gb", type=positive(float, zero=True), metavar="X", shown="the size of packed files, up to half of the free memory", help="memory for cubes already read, for all processes on this machine together"),
     Option(name="--num-workers", group=_DATA, key="data.num_workers", type=positive(zero=True), default=0, help="loader processes"),
     Option(name="--staged-files", group=_DATA, type=_FLAG, shown="0", help="1, files of its own for each node, is refused: every process must see them all"),
     *SIMULATION_OPTIONS,
@@ -101,7 +101,7 @@ OPTIONS = (
     Option(name="--seed", group=_PLAN, type=cli.seed, default=0, help="of universes, initial weights, order and symmetries"),
     #
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="SGD", help="SGD has a momentum of 0.9"),
-    Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02 x samples of a weight update / 8; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
+    Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02 x samples per weight update / 8; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
     Option(name="--l2", group=_TRAINING, key="model.l2", type=positive(float, zero=True), metavar="X", shown="0; the benchmark's: 0.01", help="penalty on the hidden dense layers, as in Keras"),
     Option(name="--n-epochs", group=_TRAINING, key="trainer.max_epochs", type=positive(), aliases=("--epochs",), shown=str(EPOCHS), help="passes over the training set"),
     Option(name="--max-steps", group=_TRAINING, key="trainer.max_steps", type=positive(), help="end after N weight updates"),

@@ -390,7 +390,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         validation_split: share of the universes to hold out where files lie in one folder; null is 0.1.
         on_bad_record: raise ends the run with the file, record and byte; skip reads everything once before the run and leaves out what is bad.
         cache_gb: memory in GB in which cubes are kept as int16 once they were read, for all parts and all of this machine's processes together;
-            null is what packed files need, up to half of what is free. Files that are not packed are in the system's own cache.
+            null is the size of packed files, up to half of the free memory. Other files are left to the operating system's cache.
         cells: voxels along each side of the simulated box, which is cut into cubes; null is `sample_size`.
         voxel_size: side of a simulated voxel in Mpc/h where H_0 = 70; null is 4.
         oversample: particles along each side of a simulated voxel; null is 2.

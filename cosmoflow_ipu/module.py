@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "RMSprop": torch.optim.RMSprop,
 }
 _WITH_MOMENTUM = ("SGD", "RMSprop")
-MIDDLE = "mae_of_the_middle"  # what taking each parameter for the middle of its range gets of the evaluated samples
+MIDDLE = "mae_of_the_middle"  # the error on the evaluated samples of predicting the middle of each parameter's range
 
 
 class CountTransform(nn.Module):

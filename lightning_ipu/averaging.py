@@ -273,7 +273,7 @@ def average_checkpoints(
     if len(updates) < (last or 1):
         left_out = f"; {len(averages)} more are averages themselves" if averages else ""
         are = "is 1 checkpoint" if len(updates) == 1 else f"are {len(updates)} checkpoints of different weight updates"
-        raise ValueError(f"there {are}, fewer than the {last or 1} asked for{left_out}; a run keeps so many with --keep-last {last or 1}")
+        raise ValueError(f"there {are}, fewer than the {last or 1} asked for{left_out}; a run keeps that many with --keep-last {last or 1}")
     updates = updates[-last:] if last else updates
 
     newest_path, newest = found[updates[-1]]

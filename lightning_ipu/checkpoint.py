@@ -83,8 +83,8 @@ def named_when_damaged(path: str | os.PathLike[str], option: str = "") -> Iterat
         raise
     except Exception as error:  # whatever a wrong byte leads to: torch raises what it happens to meet
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"holds a {found[1]}, and a checkpoint has tensors and settings alone" if found else "is cut off, damaged or something else"
-        raise ValueError(f"{option}{path} is no whole file of torch.save: it {what}") from None
+        what = f"holds a {found[1]}, not only tensors and settings" if found else "is cut off, damaged or another kind of file"
+        raise ValueError(f"{option}{path} is not a complete file of torch.save: it {what}") from None
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -413,7 +413,7 @@ def parse(arguments: Sequence[str], *, parser: argparse.ArgumentParser, options:
             hint = f": keys of LightningCLI need a subcommand, python -m {parser.prog} fit {word} ..."
         raise UsageError(f"unknown option {word}{hint}" if word.startswith("-") else f"unexpected argument {word!r}{hint}")
     if sum(word.partition("=")[0] == "--config" for word in arguments) > 1:
-        raise UsageError(f"--config is given twice, and one configuration is started from; python -m {parser.prog} fit takes several")
+        raise UsageError(f"--config is given twice, but short options take one; python -m {parser.prog} fit takes several")
     given = vars(namespace)
     on = {name for name, value in given.items() if value is not False}
     for option in options:

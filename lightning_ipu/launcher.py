@@ -62,8 +62,8 @@ def check_can_start_again(processes: int) -> None:
         return
     source = {"-": "standard input", "-c": "python -c"}.get(sys.argv[0], "an interactive session" if hasattr(sys, "ps1") else path)
     raise PlanError(
-        f"{processes} processes cannot be started from {source}: each of them runs this program anew, from its file. Save it as one and run"
-        " that, start the processes by torchrun, or use devices=1, which serves the same plan and gives the same numbers"
+        f"{processes} processes cannot be started from {source}: each process runs the program's file again. Save the program to a file,"
+        " start it with torchrun, or use devices=1, which gives the same numbers"
     )
 
 

@@ -76,7 +76,7 @@ def forget_leftovers() -> None:
         for variable in [name for name in os.environ if name.startswith("TORCHELASTIC_") or name == "SLURM_NTASKS"]:
             del os.environ[variable]
     elif started_by == "srun" and (tasks := int(os.environ["SLURM_NTASKS"])) > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
-        raise ValueError(f"SLURM_NTASKS={tasks}: how many of them are on a node must be said: srun --ntasks-per-node={tasks}, for one node")
+        raise ValueError(f"SLURM_NTASKS={tasks}: the number of tasks per node is missing; for one node give srun --ntasks-per-node={tasks}")
     if started_by is None and "JSM_NAMESPACE_SIZE" in os.environ:
         if (size := os.environ.pop("JSM_NAMESPACE_SIZE")) != "1" and "JSM_NAMESPACE_RANK" in os.environ:
             raise ValueError(f"JSM_NAMESPACE_SIZE={size}: processes are started by torchrun, srun or --processes, not by jsrun; unset it")
@@ -165,7 +165,7 @@ def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be at least 1, not {threads}")
     if threads is not None and threads > MOST_THREADS:
-        raise ValueError(f"threads={threads} are more than any machine has cores, and the system dies of them: give at most {MOST_THREADS}")
+        raise ValueError(f"threads={threads} must be at most {MOST_THREADS}")
     if threads is None and not os.environ.get("OMP_NUM_THREADS"):
         threads = max(1, usable_cores() // (1 if _is_bound() else processes))
     if threads is not None:

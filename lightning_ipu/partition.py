@@ -159,7 +159,7 @@ def _fit(value: Tensor, expected: Tensor) -> Tensor:
     if value.shape != expected.shape or value.dtype != expected.dtype:
         raise PlanError(
             f"a stage made {value.dtype} {list(value.shape)} where the network was cut for {expected.dtype} {list(expected.shape)};"
-            " in a pipeline, shapes and precision inside the network may depend on the shapes that go in, not on their values"
+            " in a pipeline, shapes and precision inside the network may depend on the shapes of the inputs, not on their values"
         )
     if value.stride() == expected.stride():
         return value

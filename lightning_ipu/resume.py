@@ -123,7 +123,7 @@ def read_position(saved: dict[str, Any], path: Any) -> Position:
         return Position(**saved["position"])
     except TypeError:
         raise PlanError(
-            f"{path} was written by another version of lightning_ipu and says in other words where its run stands: it can be evaluated, not resumed"
+            f"{path} was written by another version of lightning_ipu, in whose format this one cannot resume: it can only be evaluated"
         ) from None
 
 
@@ -191,15 +191,15 @@ def check_data(saved: dict[str, Any], now: dict[str, Any], *, within_epoch: bool
     if saved["samples"] != now["samples"]:
         what = f"the training set has {now['samples']} samples, but that of the run to be resumed had {saved['samples']}"
     elif None not in (saved["fingerprint"], now["fingerprint"]) and saved["fingerprint"] != now["fingerprint"]:
-        what = f"the {now['samples']} training samples are others than those of the run to be resumed: other files, classes or held-out samples"
+        what = f"the {now['samples']} training samples are not those of the run to be resumed: files, classes or held-out samples differ"
     else:
         return None
     if within_epoch:
         raise PlanError(
-            f"{what}; it stands within an epoch, of which some samples would be seen twice and others never. Give it the same training set, or"
-            " go on from a checkpoint of an epoch's end"
+            f"{what}; the run stopped within an epoch, so that some samples would be seen twice and others never. Give the same training set, or"
+            " resume from a checkpoint at the end of an epoch"
         )
-    return f"{what}: it goes on with those there are now, and what was held out for validation may be among them"
+    return f"{what}: the run goes on with the present ones, which may include samples that it had held out for validation"
 
 
 def weight_updates_in(checkpoint: dict[str, Any]) -> int:

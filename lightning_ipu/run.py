@@ -195,16 +195,16 @@ class CommandLine(LightningCLI):
             "--then_validate",
             type=bool,
             default=False,
-            help="when fit has ended, score the final weights unless it ended with that, and the checkpoints made per epoch",
+            help="after fit, score the final weights, unless it ended with a validation of them, and the checkpoints made per epoch",
         )
-        parser.add_argument("--then_test", type=bool, default=False, help="when fit has ended, score the test set")
+        parser.add_argument("--then_test", type=bool, default=False, help="after fit, score the test set")
         parser.add_argument(
             "--short_options",
             type=dict | None,
             default=None,
             help="short options that this configuration was made from; --resume reads them",
         )
-        parser.add_argument(f"--{COMMAND}", type=str, default=self.command.prog, help="whose configuration this is")
+        parser.add_argument(f"--{COMMAND}", type=str, default=self.command.prog, help="the command that this configuration belongs to")
         parser.add_argument(
             "--epochs",
             type=PositiveFloat | None,
@@ -298,7 +298,9 @@ class CommandLine(LightningCLI):
         if not isinstance(seed, bool) and not 0 <= seed <= cli.LARGEST_SEED:
             raise MisconfigurationException(f"seed_everything={seed} must lie between 0 and {cli.LARGEST_SEED}")
         if config.trainer.default_root_dir is None:
-            raise MisconfigurationException("trainer.default_root_dir=null: the results need a directory; one of this name is ./null")
+            raise MisconfigurationException(
+                "trainer.default_root_dir=null: the results need a directory; write ./null for one of that name"
+            )
         for name in PATHS:
             if (value := config.get(name)) is None:
                 continue
@@ -340,7 +342,7 @@ class CommandLine(LightningCLI):
             raise MisconfigurationException(f"{path} is a checkpoint of {command}, not of {prog}: python -m {command} takes it")
         known = self._subcommand_parsers[self.config.subcommand].get_defaults()
         if unknown := [name for name in settings if name not in known]:
-            raise MisconfigurationException(f"{path} is no checkpoint of {prog}, which knows no {', '.join(unknown[:3])}")
+            raise MisconfigurationException(f"{path} is no checkpoint of {prog}, which has no setting {', '.join(unknown[:3])}")
         return settings
 
     def _parse_ckpt_path(self) -> None:
@@ -560,7 +562,7 @@ class CommandLine(LightningCLI):
         options, config = self.model.hparams, self.config[self.subcommand]
         return [
             ("optimizer", options.optimizer),
-            ("learning rate", f"{options.learning_rate:g} at its height, schedule {options.schedule}"),
+            ("learning rate", f"{options.learning_rate:g} at its peak, schedule {options.schedule}"),
             ("seed", "none" if config.seed_everything is False else f"{config.seed_everything}"),
             ("output directory", config.trainer.default_root_dir),
         ]
@@ -649,7 +651,7 @@ class CommandLine(LightningCLI):
     def _only(self, results: Sequence[Any] | None, what: str) -> Any:
         """What an evaluation of the one loader gave; an error where the data had nothing to evaluate."""
         if not results:
-            raise MisconfigurationException(f"there is nothing to {what}: no such samples in {self.datamodule.description}")
+            raise MisconfigurationException(f"there is nothing to {what}: {self.datamodule.description} has no samples for it")
         return results[0]
 
     def _score_checkpoints(self) -> list[dict[str, Any]]:

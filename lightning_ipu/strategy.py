@@ -573,7 +573,7 @@ class IPUStrategy(DDPStrategy):
                 )
             if isinstance(callback, (BaseFinetuning, ModelPruning)):
                 raise PlanError(
-                    f"the callback {type(callback).__name__} changes which parameters there are to train, for which a pipeline is cut at the"
+                    f"the callback {type(callback).__name__} changes which parameters are trained, but a pipeline is cut for them at the"
                     " start; change them before training, or take no more processes than replicas"
                 )
 
@@ -726,8 +726,8 @@ class IPUStrategy(DDPStrategy):
         if begun and "loops" in checkpoint:
             if self._recorder.recording_hook:
                 raise PlanError(
-                    f"save_checkpoint was called in {self._recorder.recording_hook}, within a weight update, where there is no state to go on"
-                    " from; save in on_train_batch_start, on_train_batch_end or any hook after it"
+                    f"save_checkpoint was called in {self._recorder.recording_hook}, within a weight update, where no state can be"
+                    " resumed; save in on_train_batch_start, on_train_batch_end or any hook after it"
                 )
             self._add_position(checkpoint, filepath)
             self._check_hyperparameters(checkpoint)
@@ -741,8 +741,8 @@ class IPUStrategy(DDPStrategy):
         for key in ("hyper_parameters", "datamodule_hyper_parameters"):
             for name, types in loads_not(checkpoint.get(key) or {}).items():
                 rank_zero_warn(
-                    f"save_hyperparameters keeps {name!r} in the checkpoints, which holds {types}: they load with weights_only=False alone, given"
-                    f" to fit, validate, test or load_from_checkpoint. Leave it out with save_hyperparameters(ignore=[{name!r}])"
+                    f"save_hyperparameters puts {name!r} into the checkpoints. Because it holds {types}, they load only with weights_only=False,"
+                    f" given to fit, validate, test or load_from_checkpoint. Leave it out with save_hyperparameters(ignore=[{name!r}])"
                 )
 
     def _add_position(self, checkpoint: dict[str, Any], filepath: Any) -> None:
@@ -833,7 +833,7 @@ class IPUStrategy(DDPStrategy):
                     continuation.keep_open(trainer)
                     self._undo.callback(continuation.close, trainer)
                 if not self._seed_is_given and self.seed != (before := self._restored["numbers"]["seed"]):
-                    rank_zero_info(f"No seed was given: the run goes on with its own, {before}.")
+                    rank_zero_info(f"No seed was given: the run goes on with the seed in its checkpoint, {before}.")
                     self.seed = before
         return checkpoint
 
@@ -954,8 +954,8 @@ class IPUStrategy(DDPStrategy):
             raise PlanError("an IterableDataset is trained on by one process only: its samples cannot be shared out; use devices=1")
         if data.is_stream and data.samples is None and hasattr(data.loader.dataset, "__len__"):
             rank_zero_info(
-                f"How many micro-batches an epoch of {type(data.loader.dataset).__name__} has is not known beforehand: each of"
-                f" num_workers={data.loader.num_workers} forms its own from its share of the samples. With num_workers=1 it is"
+                f"The number of micro-batches in an epoch of {type(data.loader.dataset).__name__} is not known in advance: each of"
+                f" num_workers={data.loader.num_workers} forms its own from its share of the samples. With num_workers=1 it is known"
             )
         if self._processes is not None and len(set(self._processes.gathered(data.fingerprint()))) > 1:
             rank_zero_warn(
@@ -1608,7 +1608,7 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
         each_sees_all = plan.gradient_accumulation_factor == 1 and plan.replication_factor == strategy._process_count
         if isinstance(callback, (SpikeDetection, ThroughputMonitor)) and not each_sees_all:
             raise PlanError(
-                f"the callback {type(callback).__name__} would see one of the {plan.micro_batches_per_update} micro-batches of a weight update"
+                f"the callback {type(callback).__name__} would see only one of the {plan.micro_batches_per_update} micro-batches of a weight update"
                 " (gradient_accumulation_factor x replication_factor); it needs 1 in each process. trainer.strategy.progress counts samples"
             )
 

@@ -105,7 +105,7 @@ OPTIONS = (
         name="--config",
         group="start from",
         metavar="NAME",
-        help="a configuration in the package, or a file like them: options, which those on the command line go before",
+        help="a configuration in the package, or a file like them; options on the command line override it",
     ),
     Option(
         name="--size",
@@ -470,9 +470,9 @@ OPTIONS = (
         group=_TRAINING,
         type=positive(float),
         metavar="X",
-        shown=f"0.1 x samples/32 for sizes {CIFAR_SIZES[0]} to {CIFAR_SIZES[-1]}, else 0.02 x samples/32, of a weight update; for "
+        shown=f"0.1 x samples per weight update / 32 for sizes {CIFAR_SIZES[0]} to {CIFAR_SIZES[-1]}, else 0.02 x the same; for "
         + ", ".join(f"{optimizer} {rate:g}" for optimizer, rate in LEARNING_RATES.items()),
-        help="learning rate at the schedule's height",
+        help="peak learning rate",
     ),
     Option(
         name="--base-learning-rate",
@@ -547,7 +547,7 @@ OPTIONS = (
         type=positive(float, zero=True),
         metavar="X",
         shown="0.02",
-        help="the learning rate at their end, as a share of its height",
+        help="the learning rate at their end, as a share of the peak",
     ),
     Option(name="--lr-power", group=_TRAINING, key="model.power", type=positive(float), metavar="X", shown="2", help="of polynomial"),
     Option(
@@ -1059,7 +1059,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
 def _is_imagenet(arguments: list[str]) -> bool:
     """Whether LightningCLI's arguments are about images in folders or shards, which have a data module of their own.
 
-    As everywhere what is typed goes before a configuration, and that before a checkpoint.
+    As everywhere, what is typed overrides a configuration, and a configuration overrides a checkpoint.
     """
 
     from lightning_ipu.checkpoint import read_checkpoint
@@ -1081,7 +1081,7 @@ def _is_imagenet(arguments: list[str]) -> bool:
                 f"data.dataset {wanted}, but {path} was trained on {trained_on}: leave data.dataset out, or give another checkpoint"
             )
         said = wanted
-    return str(said or "").upper() == "IMAGENET"  # in the wrong case it is told so
+    return str(said or "").upper() == "IMAGENET"  # the wrong case is refused later
 
 
 def _facts(line: CommandLine) -> list[tuple[str, str]]:
@@ -1101,7 +1101,7 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
     return [("network", network), ("data", data.description), ("images", images), *classes, *line.machine_facts(), *extra]
 
 
-_SHARDS = "one for some 100 MB, at most 1024"
+_SHARDS = "one per 100 MB or so, at most 1024"
 CONVERT_OPTIONS = (
     Option(name="--train-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the training images over"),
     Option(name="--validation-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the validation images over"),

@@ -181,7 +181,7 @@ def convert(
 
 
 def _shards_for(part: ImageDataset) -> int:
-    """Files for a split's images: one for some 100 MB, at most 1,024 and one for each image."""
+    """Files for a split's images: one per 100 MB or so, at most 1,024 and at most one per image."""
     total = sum(part.source.stamp(number)[0] for number in part.rows.tolist())
     return min(max(1, round(total / BYTES_PER_SHARD)), MOST_SHARDS, len(part))
 

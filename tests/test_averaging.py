@@ -279,7 +279,7 @@ def test_what_cannot_be_averaged_is_named(tmp_path, capsys):
         return capsys.readouterr().err
 
     assert (
-        "there are 2 checkpoints of different weight updates, fewer than the 3 asked for; a run keeps so many with --keep-last 3"
+        "there are 2 checkpoints of different weight updates, fewer than the 3 asked for; a run keeps that many with --keep-last 3"
         in error("--weight-avg-N", "3")
     )
     assert "--weight-avg-exp-decay 0.5 needs --weight-avg-strategy exponential" in error("--weight-avg-exp-decay", "0.5")
@@ -292,4 +292,4 @@ def test_what_cannot_be_averaged_is_named(tmp_path, capsys):
     torch.save({"state_dict": {**states[0], "w": torch.zeros(3)}, "global_step": 3}, tmp_path / "zz.ckpt")
     assert "are of different networks: w is (50,) in one and (3,) in the other" in error()
     (tmp_path / "zz.ckpt").write_bytes(b"half")
-    assert f"{tmp_path}/zz.ckpt is no whole file of torch.save" in error()
+    assert f"{tmp_path}/zz.ckpt is not a complete file of torch.save" in error()

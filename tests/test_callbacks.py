@@ -178,7 +178,7 @@ def test_a_callback_that_changes_the_plan_is_refused(name):
 @pytest.mark.parametrize("name", ["SpikeDetection", "ThroughputMonitor"])
 def test_a_callback_that_would_see_one_micro_batch_of_several_is_refused(name, plan, tmp_path):
     module = Net()
-    with pytest.raises(PlanError, match=f"the callback {name} would see one of the 2 micro-batches of a weight update"):
+    with pytest.raises(PlanError, match=f"the callback {name} would see only one of the 2 micro-batches of a weight update"):
         fit(module, loader(classes(8), 2), callbacks=HONOURED[name][0](tmp_path), logger=csv_logger(tmp_path), **plan)
     assert not module.seen
 

@@ -276,7 +276,7 @@ def test_a_short_run_trains_validates_and_its_config_replays_it(run):
     assert status == 0 and f"accuracy: {closing[1]} %\nloss: {closing[2]}\n" in output and "RANDOM" not in errors
     status, _, errors = run("validate", "--config", "results/config.yaml")
     assert status == 0 and "warning: validate without --ckpt_path: the weights are RANDOM" in errors
-    # The command line goes before the checkpoint's settings.
+    # The command line overrides the checkpoint's settings.
     status, _, errors = run("validate", "--ckpt_path", "results/checkpoints/last.ckpt", "--model.size", "14")
     assert status == 2 and re.match("resnet_ipu: error: the checkpoint does not fit the network: Missing key", errors)
 

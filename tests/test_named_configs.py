@@ -1,4 +1,4 @@
-"""Named configurations: each is read, builds and takes a weight update; what a file may hold, and what goes before what."""
+"""Named configurations: each is read, builds and takes a weight update; what a file may hold, and what overrides what."""
 
 import json
 import re
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("own_process")
 
 NAMED = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path not in OF_LIGHTNING)
 FEWER = ["--micro-batch-size", "2", "--synthetic-data", "host", "--validation-micro-batch-size", "2"]
-# What the originals' tables say: samples of a weight update, learning rate at its height.
+# What the originals' tables say: samples of a weight update, peak learning rate.
 FACTS = {
     "resnet8_test": (8, 0.0008),
     "resnet8_test_lars": (8, 0.001),

@@ -44,7 +44,7 @@ def test_several_processes_are_refused_for_a_program_without_a_file_which_could_
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1 and "2 processes cannot be started from standard input" in done.stderr.splitlines()[-1]
-    assert "run that, start the processes by torchrun, or use devices=1" in done.stderr.splitlines()[-1]
+    assert "Save the program to a file, start it with torchrun, or use devices=1" in done.stderr.splitlines()[-1]
 
     check_can_start_again(2)  # this one can: it is a module's
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)

@@ -61,7 +61,9 @@ def test_what_does_not_fit_is_refused_with_the_first_keys_that_differ(tmp_path):
     assert "extra (4 there, missing here) differ" in refusal({**state, "extra": torch.zeros(4)})
     assert "is no state_dict of tensors (it holds model, epoch)" in refusal({"model": state, "epoch": 3})
     (tmp_path / "half.pth").write_bytes((tmp_path / "weights.pth").read_bytes()[:1000])
-    with pytest.raises(ValueError, match="pretrained: .*half.pth is no whole file of torch.save: it is cut off, damaged or something else"):
+    with pytest.raises(
+        ValueError, match="pretrained: .*half.pth is not a complete file of torch.save: it is cut off, damaged or another kind of file"
+    ):
         ResNetModule(size="18", pretrained=tmp_path / "half.pth", **OPTIONS)
     with pytest.raises(ValueError, match="none.pth cannot be read: No such file"):
         ResNetModule(size="18", pretrained=tmp_path / "none.pth", **OPTIONS)

@@ -23,7 +23,7 @@ RUNS = [
         f"{RESNET} --optimizer adamw --seed 3 --output-dir out",
         {
             "optimizer": "adamw",
-            "learning rate": "0.003 at its height, schedule linear",
+            "learning rate": "0.003 at its peak, schedule linear",
             "seed": "3",
             "output directory": "out",
             "device iterations D": "16 weight updates per host step, at most; here 8: an epoch",
@@ -41,7 +41,7 @@ RUNS = [
     (
         cifar_ipu,
         CIFAR,
-        {"optimizer": "sgd", "learning rate": "0.01 at its height, schedule const", "seed": "0", "output directory": "results"},
+        {"optimizer": "sgd", "learning rate": "0.01 at its peak, schedule const", "seed": "0", "output directory": "results"},
         [r"epoch 1 · train loss [\d.]+ · [\d.]+ s"],
         [
             r"throughput: [\d.]+ samples/sec",
@@ -54,7 +54,7 @@ RUNS = [
     (
         cosmoflow_ipu,
         COSMOFLOW,
-        {"optimizer": "SGD", "learning rate": "0.02 at its height, schedule linear", "epoch": "1 weight update, 0 samples left out"},
+        {"optimizer": "SGD", "learning rate": "0.02 at its peak, schedule linear", "epoch": "1 weight update, 0 samples left out"},
         [r"val MAE .*", r"epoch 1/1 · train loss [\d.]+ · val loss [\d.]+ · [\d.]+ s"],
         [
             r"throughput: [\d.]+ samples/sec",

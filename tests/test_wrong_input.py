@@ -56,7 +56,7 @@ def test_another_commands_checkpoint_or_configuration_is_refused_by_its_name(run
     stranger = torch.load(LAST)
     del stranger["command_settings"]["command"]  # as a run of before, or of somebody's own, leaves it
     torch.save(stranger, LAST)
-    refused(run("validate", "--ckpt_path", LAST), f"{LAST} is no checkpoint of resnet_ipu, which knows no model.network")
+    refused(run("validate", "--ckpt_path", LAST), f"{LAST} is no checkpoint of resnet_ipu, which has no setting model.network")
 
 
 @pytest.mark.parametrize("main", [resnet.main, cifar.main, cosmoflow.main], ids=["resnet", "cifar", "cosmoflow"])

@@ -494,7 +494,7 @@ class StageState:
                 if self.owners[name] != stage // held:
                     raise PlanError(
                         f"the network uses {name!r} in stage {stage} {'for some shapes' if training else 'in evaluation'}, but another process holds"
-                        " it, by what the first micro-batch of training uses; choose pipeline_splits that leave all its uses in one stage"
+                        " it, as decided by the first training micro-batch; choose pipeline_splits that keep all its uses in one stage"
                     )
         return partition
 

@@ -99,8 +99,8 @@ class Kinds:
             del self._alike[shapes][oldest]
         if self._added == _MANY:
             self._remark(
-                f"self(...) was called with {_MANY} different shapes, or values beside tensors, and for each the network is cut into stages"
-                " anew: fill up to fewer sizes to train faster"
+                f"self(...) was called with {_MANY} different shapes or other arguments, and the network is cut into stages again for each;"
+                " pad to fewer sizes to train faster"
             )
         return piece
 

@@ -166,8 +166,8 @@ def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(f
         "loaders at once": "CombinedLoader with mode='min_size'",
         "no DataLoader": "a range is evaluated by one process only",
         "drawn batches": "validation_step(dataloader_iter) draws",
-        "a callback that prunes": "the callback ModelPruning changes which parameters there are",
-        "a callback that thaws": "the callback Thawing changes which parameters there are",
+        "a callback that prunes": "the callback ModelPruning changes which parameters are trained",
+        "a callback that thaws": "the callback Thawing changes which parameters are trained",
         "three replicas": "legal numbers of processes are 1, 3",
     }
     for name, words in wanted.items():
