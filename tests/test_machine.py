@@ -175,9 +175,12 @@ print(int(sys.argv[1] == "keep" and machine.keep_freed_memory()))
 """
 _COMMAND = """
 import sys, torch
+from pytorch_lightning import LightningModule
 from resnet_ipu.__main__ import main
+threads = []
+LightningModule.on_train_start = lambda module: threads.append(torch.get_num_threads())  # before the command restores them
 assert main(sys.argv[1:]) == 0
-print(torch.get_num_threads())
+print(threads[0])
 """
 
 

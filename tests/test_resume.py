@@ -326,7 +326,7 @@ class Numbers(LightningDataModule):
 def test_other_samples_are_refused_within_an_epoch_and_said_between_two(tmp_path):
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, enable_version_counter=False)
     fit(Ledger(), Numbers(0), callbacks=keep, enable_checkpointing=True)
-    for data, words in ((Numbers(0, samples=8), "7 samples, but .* had 5"), (Numbers(1), "5 training samples are others")):
+    for data, words in ((Numbers(0, samples=8), "7 samples, but .* had 5"), (Numbers(1), "5 training samples are not those of the run")):
         with pytest.raises(PlanError, match=words):
             fit(Ledger(), data, ckpt_path=tmp_path / "step=3.ckpt")
         second = Ledger()
@@ -368,7 +368,7 @@ def test_hyperparameters_of_plain_types_load_again_and_others_are_said_when_the_
         fit(Hyper(plain), loader(2)).save_checkpoint(tmp_path / "plain.ckpt")
     trainer = fit(Hyper(plain), loader(2), ckpt_path=tmp_path / "plain.ckpt", max_epochs=2)
     assert trainer.global_step == 4 and trainer.lightning_module.w.item() == -4.0
-    with pytest.warns(UserWarning, match="save_hyperparameters keeps 'extra' .* holds test_resume.Strange"):
+    with pytest.warns(UserWarning, match="save_hyperparameters puts 'extra' .* holds test_resume.Strange"):
         fit(Hyper(Strange()), loader(2)).save_checkpoint(tmp_path / "strange.ckpt")
 
 
