@@ -1,8 +1,8 @@
-"""What follows a weight update, where a checkpoint was written in the midst of it: the rest of it happens first when the run goes on.
+"""Resume from a checkpoint that was written between two weight updates, in any hook: first complete what follows the last update.
 
-One law: what had happened before the checkpoint does not happen again, and what had not, does, with its values. So Lightning's own methods
-are called for the rest, while callbacks that a hook had been called on do not hear of it. A validation that was under way is run anew, as
-a whole: what it had gathered is in no checkpoint. Hooks of a start (setup, `on_fit_start`, `on_train_start` and their ends) come with each.
+What happened before the checkpoint does not happen again; what had not happened yet does, with the same values. Lightning's own methods are
+called for the rest of the hooks, without the callbacks on which the hook had been called already. A validation in progress is repeated as
+a whole: its partial results are in no checkpoint. Hooks of a start (setup, `on_fit_start`, `on_train_start` and their ends) run at every start.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def latest_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def state_beside(trainer: Trainer, hook: Hook | None, path: Any, *, shown: dict[str, Any]) -> dict[str, Any]:
-    """What a run goes on with and Lightning keeps in memory alone: the latest metrics, whether it was to stop, what is saved.
+    """State that a resumed run needs and Lightning keeps only in memory: the latest metrics, the wish to stop, the latest saved files.
 
     Args:
-        trainer: whose.
-        hook: in which the checkpoint is written.
+        trainer: the one that writes the checkpoint.
+        hook: the one in which it is written.
         path: of the checkpoint.
-        shown: the latest metrics, of the place at which the run will go on.
+        shown: the latest metrics at the position where the run will resume.
     """
     out_of_time = any(isinstance(one, Timer) and (one.time_remaining() or 1) <= 0 for one in trainer.callbacks)  # it will say so again
     saved = {}
@@ -56,7 +56,7 @@ def state_beside(trainer: Trainer, hook: Hook | None, path: Any, *, shown: dict[
 
 
 def load_state_beside(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Go on from `state_beside`."""
+    """Restore what `state_beside` returned."""
     for name, values in state["shown"].items():
         setattr(trainer._logger_connector, name, apply_to_collection(values, torch.Tensor, torch.Tensor.to, trainer.strategy.root_device))
     trainer.should_stop |= state["should_stop"]
@@ -66,14 +66,14 @@ def load_state_beside(trainer: Trainer, state: dict[str, Any]) -> None:
 
 
 def kept_outputs(outputs: Any) -> Any:
-    """What `on_train_batch_end` gets of the step, as far as a checkpoint can hold it: numbers, text and tensors, at least the loss."""
+    """The step's outputs for `on_train_batch_end` if a checkpoint can hold them (numbers, text and tensors), else the loss alone."""
     if all(isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None))) for leaf in tree_flatten(outputs)[0]):
         return apply_to_collection(outputs, torch.Tensor, lambda tensor: tensor.detach().cpu().clone())
     return {"loss": outputs["loss"].detach().cpu().clone()} if isinstance(outputs, dict) else None
 
 
 def keep_open(trainer: Trainer) -> None:
-    """Let a fit begin that has no weight update left to make, for what follows its last one; until `enter`."""
+    """Let a fit with no weight update left begin all the same, to complete what follows its last one; ends with `enter` or `close`."""
     loop = trainer.fit_loop
     loop.__class__ = type(type(loop).__name__, (type(loop),), {"skip": False, "closed": type(loop)})
 
@@ -85,11 +85,11 @@ def close(trainer: Trainer) -> None:
 
 
 def enter(trainer: Trainer, position: Position, *, per_update: int) -> None:
-    """Set Lightning's loops to where the run stands, as its own first pass would have left them there.
+    """Set Lightning's loops to the position of the run, as an uninterrupted run would have left them.
 
     Args:
-        trainer: whose loops.
-        position: to go on at.
+        trainer: the one with the loops.
+        position: where to resume.
         per_update: micro-batches in a weight update.
     """
     close(trainer)
@@ -111,7 +111,7 @@ def enter(trainer: Trainer, position: Position, *, per_update: int) -> None:
 
 
 def go_on(trainer: Trainer, position: Position, *, outputs: Any = None, batch: Any = None, batch_idx: int = 0) -> None:
-    """Do the rest of what follows the last weight update, and leave the loops ready for the next.
+    """Complete what follows the last weight update, and leave the loops ready for the next one.
 
     Args:
         trainer: in `on_train_start`.
@@ -140,7 +140,7 @@ def go_on(trainer: Trainer, position: Position, *, outputs: Any = None, batch: A
 
 
 def _end_validation(trainer: Trainer, position: Position) -> None:
-    """Call the rest of `on_validation_end`, under the conditions in which Lightning calls it."""
+    """Call the rest of `on_validation_end`, with modes and gradients set as Lightning sets them."""
     validation, first_step = trainer.fit_loop.epoch_loop.val_loop, trainer._logger_connector._first_loop_iter
     trainer.validating = True
     validation._module_mode.capture(trainer.lightning_module)
@@ -155,7 +155,7 @@ def _end_validation(trainer: Trainer, position: Position) -> None:
 
 
 def _enter_epoch(trainer: Trainer) -> None:
-    """Let the loops begin in the midst of an epoch: with its counters, and without its beginning or anything of its last update."""
+    """Let the loops start within an epoch: with its counters, without its start hooks and without the end of its last update."""
     fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     fit_loop._restart_stage = EpochStage.RESTARTED_MID_EPOCH
     epoch_loop.restarting, epoch_loop._restart_stage = True, BatchStage.RESTARTED_ON_LAST  # for the epoch loop to keep its counters
@@ -170,12 +170,12 @@ def _enter_epoch(trainer: Trainer) -> None:
 
 @contextmanager
 def unheard(trainer: Trainer, position: Position, name: str | None = None) -> Iterator[None]:
-    """Let those on whom the position's hook had been called not hear of it again: all callbacks and the module still hear of others.
+    """Keep the position's hook from being called again on those on whom it had been called; other hooks are called on all.
 
     Args:
-        trainer: whose callbacks.
-        position: with the hook and who has heard of it.
-        name: only if it is this hook.
+        trainer: the one with the callbacks.
+        position: has the hook and those on whom it had been called.
+        name: act only if it is this hook.
     """
     hook, heard = position.hook, Counter(position.heard_by)
     silent: list[Any] = []
@@ -186,9 +186,9 @@ def unheard(trainer: Trainer, position: Position, name: str | None = None) -> It
                 silent.append(callback)
         if position.module_heard:
             silent.append(trainer.lightning_module)
-    before = [(one, vars(one).get(hook, one)) for one in silent]  # itself: there was none
+    before = [(one, vars(one).get(hook, one)) for one in silent]  # `one` itself stands for: there was none
     for one, _ in before:
-        vars(one)[hook] = None  # Lightning passes by what cannot be called
+        vars(one)[hook] = None  # Lightning skips what is not callable
     try:
         yield
     finally:
@@ -199,5 +199,5 @@ def unheard(trainer: Trainer, position: Position, name: str | None = None) -> It
 
 
 def awaits(position: Position) -> bool:
-    """Whether the position's hook is one that Lightning calls next by itself."""
+    """Whether Lightning will call the position's hook next by itself."""
     return position.hook == EPOCH_START or position.begun and not position.follows and position.hook is not None

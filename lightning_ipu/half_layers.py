@@ -1,8 +1,8 @@
-"""What some layers of torch.nn need where their weights are in 16 bits: torch has kernels that take numbers of one type only.
+"""Layers of torch.nn that need help with 16-bit weights, because their kernels take operands of one type only.
 
-Under autocast most layers bring weights and inputs to one type themselves. Norms, and what makes a layer's weights (spectral norm), are shown
-their own weights in 32 bits, the type of their statistics. A few other layers compute in 32 bits as a whole, or get their inputs in the type of their weights. What does that
-stays on the layers, since 16-bit weights do; it can be copied and pickled.
+Under autocast most layers cast weights and inputs to one type themselves. Norms and parametrizations (spectral norm) see their own weights in
+32 bits, the type of their statistics. A few other layers compute entirely in 32 bits, or get their inputs in the type of their weights.
+These changes stay on the layers after training, as the 16-bit weights do; the layers can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _narrow_again(self: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Non
 def _show_wide(layer: nn.Module) -> None:
     for name, parameter in layer._parameters.items():
         if parameter is not None:
-            layer.__dict__[name] = parameter.float()  # an attribute of this name goes before the parameter
+            layer.__dict__[name] = parameter.float()  # an attribute of this name hides the parameter
 
 
 def _show_narrow(layer: nn.Module) -> None:

@@ -1,8 +1,8 @@
 """Where a run stands, in a checkpoint: written so that the run goes on from there as if it had never stopped.
 
 Lightning's own counters, saved in the middle of its loops, lose a validation that was due, the end of an epoch, and every average over the
-part of the epoch that is done. A checkpoint of this package therefore says in its own words which weight update it stands after and which
-hook of those that follow was being called, on whom. `continuation.py` goes on from there.
+part of the epoch that is done. A checkpoint of this package therefore records its own position: the last weight update, the hook that was
+being called after it, and on whom it had been called. `continuation.py` resumes from there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_ipu.plan import Plan, PlanError
 
 KEY = "lightning_ipu"  # of all of it in a checkpoint
 
-# Hooks that follow a weight update, and those before the next one. A validation that was under way stands as its start.
+# Hooks that follow a weight update, and those before the next one. A validation in progress counts as its start.
 BATCH_END, VALIDATION, VALIDATION_END = "on_train_batch_end", "on_validation_start", "on_validation_end"
 EPOCH_END, EPOCH_START, BATCH_START = "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start"
 
@@ -35,10 +35,10 @@ class Position:
         updates: weight updates done in it.
         run_updates: weight updates done in the run, those included that an overflow skipped.
         ends_epoch: whether the last of them is the epoch's last.
-        hook: the hook that was being called; None where all that follows the last of them is over.
+        hook: the hook that was being called; None if everything that follows the last update was over.
         heard_by: the callbacks that it had been called on, by their `state_key`.
         module_heard: whether it had been called on the module.
-        rest_of_step: weight updates that were left of a host step which an error has ended.
+        rest_of_step: weight updates that were left in a host step that an error ended.
     """
 
     epoch: int
@@ -63,7 +63,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Hook:
-    """A hook that Lightning is calling on one after another: its name, and on whom it has been called or is being called."""
+    """A hook in progress: its name, and the callbacks and module on which it has been or is being called."""
 
     name: str
     callbacks: Sequence[Callback]
@@ -77,14 +77,14 @@ class Hook:
 
 
 def hook_in_progress(trainer: Trainer) -> Hook | None:
-    """The hook in which a checkpoint is being written; where an error is the reason, the one that the error came from."""
+    """The hook in which a checkpoint is being written; if an error is the reason, the hook that raised it."""
     others = [callback for callback in trainer.callbacks if not isinstance(callback, (EarlyStopping, Checkpoint))]
     for frame in _frames_of_the_cause(trainer):
         code, names = frame.f_code, frame.f_locals
         if names.get("trainer") is not trainer or "hook_name" not in names:
             continue
         name, arguments = names["hook_name"], names.get("args", ())
-        last_heard = name == EPOCH_END  # the callbacks that monitor something hear of it after the module
+        last_heard = name == EPOCH_END  # on the callbacks that monitor something it is called after the module
         if code is call._call_callback_hooks.__code__:
             called = names.get("callbacks", [])
             current = names.get("callback")
@@ -99,7 +99,7 @@ def hook_in_progress(trainer: Trainer) -> Hook | None:
 
 
 def _frames_of_the_cause(trainer: Trainer) -> Iterator[FrameType]:
-    """The frames of this moment, from the outermost on; in `on_exception` those of the exception."""
+    """The current frames, outermost first; within `on_exception` those of the exception."""
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         frames.append(frame)
@@ -114,7 +114,7 @@ def _frames_of_the_cause(trainer: Trainer) -> Iterator[FrameType]:
 
 
 def read_position(saved: dict[str, Any], path: Any) -> Position:
-    """The position in what a checkpoint says under `KEY`.
+    """The position in a checkpoint's entry `KEY`.
 
     Raises:
         PlanError: naming the file, if another version of this package has written it.
@@ -128,9 +128,9 @@ def read_position(saved: dict[str, Any], path: Any) -> Position:
 
 
 def write_position(loops: dict[str, Any], position: Position, *, plan: Plan) -> None:
-    """Set Lightning's saved counters to what it would have had at `position` had its loop made every weight update itself.
+    """Set Lightning's saved counters to their values at `position`, as if its own loop had made every weight update.
 
-    They may have been saved while it was counting a host step. Lightning alone goes on by them.
+    They may have been saved in the middle of a host step. Lightning without this package resumes from them.
     """
     per_update = plan.micro_batches_per_update
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
@@ -153,7 +153,7 @@ def numbers_of(plan: Plan, *, seed: int, precision: str) -> dict[str, Any]:
 
 
 def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int | None = None, precision: str | None = None) -> str | None:
-    """Refuse to go on with a run under other numbers, as far as they are given; returns a remark on what may differ but shows.
+    """Refuse to resume a run with other numbers, where these are given; returns a remark on what may differ but affects the run.
 
     Raises:
         PlanError: naming what differs, both values and what would be right.
@@ -179,11 +179,11 @@ def check_numbers(saved: dict[str, Any], plan: Plan, *, seed: int | None = None,
 
 
 def check_data(saved: dict[str, Any], now: dict[str, Any], *, within_epoch: bool) -> str | None:
-    """Refuse other training samples in the midst of an epoch; returns a remark on them between two epochs.
+    """Refuse other training samples within an epoch; between two epochs, return a remark on them.
 
     Args:
         saved, now: the number of samples, and the data module's `fingerprint` where it has one.
-        within_epoch: whether the run stands in the midst of an epoch.
+        within_epoch: whether the run stopped within an epoch.
 
     Raises:
         PlanError: saying what differs and what would be right.

@@ -244,7 +244,7 @@ class CommandLine(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, with the settings that a given checkpoint was trained with as defaults: what is typed or configured goes before."""
+        """Parse, with the settings that a given checkpoint was trained with as defaults, which configurations and typed options override."""
         self.words = list(args)
         try:
             super().parse_arguments(parser, args)

@@ -50,7 +50,7 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 class _MicroBatch:
-    """The calls of one micro-batch so far: at which places in their order each name was called."""
+    """The module calls of one micro-batch so far: for each name, the positions of its calls in their order."""
 
     def __init__(self, base: int) -> None:
         self.base, self.places, self.calls = base, {}, 0
@@ -65,10 +65,10 @@ class NamedRandomness:
     The step as a whole starts from the first four; each module that may draw is seeded anew by its name at each of its calls, so that
     its numbers do not depend on what ran before it, on which stage it sits in, or on whether a block before it was recomputed.
 
-    A call that a backward pass repeats (torch.utils.checkpoint, or whatever else sets torch's random state back before it computes
-    something a second time) has the number of the call that it repeats: the seed in that state says after which call it was taken.
+    A call repeated in a backward pass (by torch.utils.checkpoint, or anything else that restores torch's random state before a
+    recomputation) gets the seed of the call that it repeats: the seed in the restored state identifies it.
 
-    A compiled module (torch.compile, torch.jit) is seeded as a whole, by its own name: nothing can be seeded within.
+    A compiled module (torch.compile, torch.jit) is seeded as a whole, by its own name: nothing can be seeded inside it.
     """
 
     def __init__(self, module: nn.Module, *, seed: int, device: torch.device) -> None:
@@ -104,7 +104,7 @@ class NamedRandomness:
         seed_all(self._micro_batch.base, self._device)
 
     def end(self) -> None:
-        """Called after the micro-batches of a replica: from here on nothing is seeded by its name."""
+        """Called after the micro-batches of a replica: modules are no longer seeded by their names."""
         self.stand_ins.end()
 
     def begin_update(self, update: int) -> None:
@@ -123,7 +123,7 @@ class NamedRandomness:
         return call(*args, **kwargs)
 
     def _seeded_after(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the step draws after its forward must not depend on what the forward drew, which in a pipeline happens elsewhere."""
+        """Seed the step again after its forward: in a pipeline the forward draws in other processes, so later draws must not depend on it."""
         output = call(*args, **kwargs)
         if module.training:
             self._seed_call(_AFTER, seed_all)
@@ -141,15 +141,15 @@ class NamedRandomness:
         seed(seeded, self._device)
 
     def _here(self) -> tuple[_MicroBatch, int]:
-        """The micro-batch, and after how many of its calls the step stands."""
+        """The micro-batch, and the number of its calls so far."""
         if torch._C._current_graph_task_id() == -1:
             return self._micro_batch, self._micro_batch.calls
-        # In a backward pass what is called is called again.
+        # A call in a backward pass is a repeated one.
         return self._after_seed.get(torch.default_generator.initial_seed(), self._returned_to)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let the network be tried in the middle of a step: its calls are named as ever, and do not count."""
+        """Let the network be run on trial in the middle of a step: its calls are seeded as usual, and do not count."""
         micro_batch, self._micro_batch = self._micro_batch, _MicroBatch(self._seed)
         stood = nullcontext() if self.stand_ins.standing else self.stand_ins.stood()
         try:
@@ -159,11 +159,11 @@ class NamedRandomness:
             self._micro_batch = micro_batch
 
     def place(self) -> Place:
-        """Where in its streams the step stands, for `return_to`."""
+        """The present state of the step's random streams, for `return_to`."""
         return *self._here(), torch_streams(self._device)
 
     def return_to(self, place: Place) -> None:
-        """Go on from a place, in a backward pass; other micro-batches may have begun since."""
+        """Restore a `place` in a backward pass; other micro-batches may have begun since."""
         self._returned_to = place[:2]
         set_torch_streams(place[2], self._device)
 
@@ -171,13 +171,13 @@ class NamedRandomness:
 def recompute_blocks(module: nn.Module, recompute: bool | list[str], splits: Sequence[str] = ()) -> list[str]:
     """Names of the submodules whose activations are recomputed.
 
-    True takes the network's blocks: its outermost submodules that are built of further ones with parameters. Containers of such blocks are
-    opened, and so are what holds such a container and what holds most of what it is in: an encoder with a small head beside it. None are found
-    in a network of bare layers. A list holds regular expressions, each of which must match the full names of some submodules; one that is
-    never called, such as a ModuleList, stands for its members.
+    True takes the network's blocks: its outermost submodules that are built of other submodules with parameters. Blocks are looked for inside
+    containers of blocks, inside modules that hold such a container, and inside a module that is most of its parent (an encoder beside a small
+    head). A network of bare layers has none. A list holds regular expressions, each of which must match the full names of some submodules;
+    a submodule that is never called, such as a ModuleList, stands for its members.
 
     Args:
-        splits: where pipeline stages begin; True opens the blocks with such a place inside.
+        splits: where pipeline stages begin; with True, blocks with a split inside are replaced by their parts.
 
     Raises:
         PlanError: a pattern that is no regular expression, matches nothing, or matches what lies inside a compiled module.
@@ -214,7 +214,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def _parts(module: nn.Module) -> dict[str, nn.Module]:
-    """What a module is built of; a compiled one is one piece, and what makes a layer's weights is no part of it."""
+    """The children of a module, for a compiled one those of the original; parametrizations are left out."""
     inner = module._orig_mod if isinstance(module, OptimizedModule) else module
     return {name: child for name, child in inner.named_children() if name != "parametrizations"}
 
@@ -235,7 +235,7 @@ def _holds_blocks_in_a_container(module: nn.Module) -> bool:
 
 
 def _blocks_of_network(module: nn.Module, splits: Sequence[str]) -> list[str]:
-    """The blocks of a network; empty where there would be but one, which is all of it and built of bare layers."""
+    """The blocks of a network; empty if the only block would be the whole network, built of bare layers."""
     whole, path = _size(module), ""
     while True:
         blocks = _blocks(module.get_submodule(path), path, splits)
@@ -247,7 +247,7 @@ def _blocks_of_network(module: nn.Module, splits: Sequence[str]) -> list[str]:
 
 
 def _blocks(module: nn.Module, path: str, splits: Sequence[str]) -> list[str]:
-    """Names of the blocks in a module of this name."""
+    """Names of the blocks in the module called `path`."""
     found: list[str] = []
     size, is_member = _size(module), isinstance(module, _CONTAINERS)
     for name, child in _parts(module).items():
@@ -268,7 +268,7 @@ def _blocks(module: nn.Module, path: str, splits: Sequence[str]) -> list[str]:
 
 
 def _in_a_checkpoint() -> bool:
-    """Whether what runs is recomputed as it is, by a torch.utils.checkpoint of the network's own."""
+    """Whether the present call is inside a torch.utils.checkpoint of the network's own."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
@@ -307,7 +307,7 @@ class Recomputation:
         return run(block, metrics, call, *args, **kwargs)
 
     def _run_forward(self, block: nn.Module, metrics: list[Metric], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a block with its forward recomputed, its hooks not."""
+        """Call a block so that its forward is recomputed, but not its hooks."""
         own = {name: vars(block)[name] for name in ("forward",) if name in vars(block)}
         object.__setattr__(block, "forward", partial(self._run, block, metrics, block.forward))
         try:

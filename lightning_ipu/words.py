@@ -1,6 +1,7 @@
-"""The words of a LightningCLI command line: what is read from files goes before what is typed, whatever the order they were given in.
+"""The words of a LightningCLI command line, rearranged so that typed options override configurations, whatever their order.
 
-jsonargparse lets a later word win, so that a `--config` would undo, in silence, what stands to the left of it. Nothing here imports torch.
+jsonargparse lets later words override earlier ones, so that a `--config` would silently undo the options to its left. The configurations are
+therefore moved to the front. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ _SECTIONS = ("model", "data", "trainer", "checkpoint", "events", "machine")  # -
 
 
 def arranged(words: Sequence[str], *, folder: Path, prog: str) -> list[str]:
-    """The words after a subcommand: configurations first, each by its path, then whole sections, then all else in its order.
+    """The words after a subcommand: configurations by their paths, then whole sections, then everything else in its order.
 
     Args:
         folder: the package's own configurations, which are found by their names as well.
         prog: the command's name.
 
     Raises:
-        ConfigError: there is no such configuration, or it is none.
+        ConfigError: there is no such configuration, or the file is not one.
     """
     files, sections, others = [], [], []
     following = iter(words)
@@ -45,9 +46,9 @@ def arranged(words: Sequence[str], *, folder: Path, prog: str) -> list[str]:
 
 
 def value_of(words: Sequence[str], section: str, key: str) -> Any:
-    """What arranged words say `section.key` is, in their configurations or typed; None where they say nothing.
+    """The value of `section.key` in arranged words, from their configurations or typed; None where it is not given.
 
-    A configuration that cannot be read says nothing here: LightningCLI tells what is wrong with it.
+    A configuration that cannot be read counts as empty here: LightningCLI reports what is wrong with it.
     """
     found = None
     for name, value in pairs(words):

@@ -1,9 +1,9 @@
-"""A pipeline at work: micro-batches go forward and back through stages that are held by processes in a row.
+"""A pipeline's schedule: micro-batches go forward and backward through stages that are held by a row of processes.
 
-Shapes are part of what a stage is cut for. Micro-batches of other shapes (text of varying length, a short last batch) have stages cut for
-them, once for each kind of call of `self(...)`. The first process sees a micro-batch before the others and tells them its kind, one whole
-number beside the data; so the others know what will arrive, and nobody waits for anybody. The schedules of torch.distributed.pipelining send
-one shape only, and set memory aside for all micro-batches of a weight update where as many are needed as are under way at once.
+A stage is cut for certain shapes. For micro-batches of other shapes (text of varying length, a short last batch) the network is cut again,
+once for each kind of call of `self(...)`. The first process sees a micro-batch before the others and sends them the number of its kind
+beside the data, so that they know what will arrive. The schedules of torch.distributed.pipelining are not used: they send one
+shape only, and reserve memory for all micro-batches of a weight update instead of those in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_ipu.record import example, flatten, unflatten
 
 _DATA, _KIND, _CALL, _TAGS = range(4)  # tags of what travels in one pipeline, and how many each has
 _KEPT = 64  # kinds whose stages are kept; for others the network is cut again when they come up
-_MANY = 16  # kinds of which a user should know
+_MANY = 16  # kinds after which the user is warned
 
 
 class Slice(NamedTuple):
@@ -32,7 +32,7 @@ class Slice(NamedTuple):
 
 
 class Kinds:
-    """The kinds of calls of `self(...)` that came up, by number, and the network cut for each: all but the tensors' values makes a kind.
+    """The kinds of calls of `self(...)` so far, by number, and the network cut for each. Calls of a kind differ in their tensors' values only.
 
     Processes that meet the same kinds in the same order have the same numbers, also once kinds have been forgotten.
 
@@ -115,7 +115,7 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def turns(count: int, ahead: int) -> Iterator[tuple[bool, int]]:
-    """In which order a process takes its turns at `count` micro-batches, as (forward, number): `ahead` of them forward, then one back for each."""
+    """The order of a process's work on `count` micro-batches, as (is forward, number): `ahead` forward passes, then backward and forward in turn."""
     for number in range(ahead):
         yield True, number
     for number in range(count):
@@ -125,9 +125,9 @@ def turns(count: int, ahead: int) -> Iterator[tuple[bool, int]]:
 
 
 class Pipeline:
-    """The turns of this process, and what it receives from and sends to its neighbours.
+    """The work of this process, and what it receives from and sends to its neighbours.
 
-    Whoever sends goes on at once, and waits only before the next tensor in the same direction until the last one has been taken.
+    Sending does not block; the next tensor in the same direction waits until the previous one has been received.
 
     Args:
         part, parts: this process's place in the row, and how many there are.
@@ -164,13 +164,13 @@ class Pipeline:
         forward: Callable[[int, Slice, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]],
         loss: Callable[[int, Slice, tuple[torch.Tensor, ...]], torch.Tensor] | None = None,
     ) -> None:
-        """Take turns.
+        """Carry out the passes in order.
 
         Args:
-            order: of the turns, as from `turns`.
-            kind: of which kind a micro-batch is.
+            order: of the passes, as from `turns`.
+            kind: gives the network cut for a micro-batch.
             forward: runs this process's stages on a micro-batch; nothing arrives in the first.
-            loss: on the last process, of what `forward` gave; None where nothing goes back.
+            loss: on the last process, computes the loss from what `forward` returned; None without backward passes.
         """
         under_way: dict[int, tuple[list[torch.Tensor], Sequence[torch.Tensor], Slice]] = {}
         for is_forward, number in order:
@@ -220,7 +220,7 @@ class Pipeline:
         sent += [(dist.isend(value, peer, group, self._tag + _DATA), value) for value in values]
 
     def tell(self, kinds: Kinds, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Slice:
-        """In the first process: find a micro-batch's kind and tell the others."""
+        """In the first process: find a micro-batch's kind and send it to the others."""
         number, call = kinds.find(args, kwargs), b""
         if number is None:
             call = kinds.described(args, kwargs)
@@ -232,7 +232,7 @@ class Pipeline:
         return kinds.add(call) if call else kinds[number]
 
     def listen(self) -> None:
-        """In another process: be ready to hear the next micro-batch's kind."""
+        """In another process: begin to receive the next micro-batch's kind."""
         word = torch.empty(1, dtype=torch.int64)
         self._next = dist.irecv(word, self._first, self._control, self._tag + _KIND), word
 
@@ -259,11 +259,11 @@ def _dimensions(tensor: torch.Tensor) -> list[int]:
 
 
 def _on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a dense tensor that is contiguous, as it travels: channels_last images by their channels last."""
+    """A contiguous view of a dense tensor, in which it is sent: channels_last images with their channels last."""
     return tensor.permute(_dimensions(tensor))
 
 
 def _off_the_wire(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What has arrived, with the order of dimensions that it had."""
+    """A received tensor, with its dimensions in their original order."""
     dimensions = _dimensions(like)
     return tensor.permute([dimensions.index(place) for place in range(tensor.dim())])
