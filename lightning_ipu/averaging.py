@@ -2,9 +2,9 @@
 
 Both are networks in their own right: a checkpoint that holds an average has it in its `state_dict`, under the plain names, so that whatever
 loads a checkpoint scores or exports the average, and says inside what it is. BatchNorm's running statistics belong to the weights that they
-were gathered with, so they are averaged exactly as those are (as timm and torchvision do it). Every other buffer is the latest: counters,
-masks, tables of positions. Only spectral norm's vectors are those of the averaged weights (spectral.py). The alternative, estimating the
-statistics anew on training data after averaging, costs a pass over it and is left to who needs it.
+were gathered with, so they are averaged exactly as those are (as timm and torchvision do it). Other buffers keep their latest values: counters,
+masks, tables of positions. Spectral norm's vectors are computed for the averaged weights (spectral.py). The alternative, estimating the
+statistics anew on training data after averaging, costs a pass over it and is left to the user.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["AVERAGE", "KEPT", "OF_CHECKPOINTS", "TRAINED", "AveragedWeights", "a
 
 AVERAGE = "averaged_weights"  # in a checkpoint: an average that follows the training
 TRAINED = "current_model_state"  # in a checkpoint: the weights that training goes on with, where its `state_dict` is the average
-KEPT = "buffers_not_averaged"  # in a checkpoint: names of buffers that are no statistics
+KEPT = "buffers_not_averaged"  # in a checkpoint: names of buffers that are not averaged
 OF_CHECKPOINTS = "average_of_checkpoints"  # in a checkpoint that is one: what of; no run goes on from it
 
 
@@ -155,7 +155,7 @@ class AveragedWeights(Callback):
         return self._places[name] if name in self._places else self._buffers[name]
 
     def _renewed_vectors(self) -> dict[str, Tensor]:
-        """Spectral norm's vectors for the average, of what this process holds."""
+        """Spectral norm's vectors for the average, for the weights that this process holds."""
         latest = {name: owner[key] for name, (owner, key) in (self._places | self._buffers).items()}
         return renewed_vectors(self._average, {name: value for name, value in latest.items() if name in self._average | self._buffers})
 
@@ -194,9 +194,9 @@ class AveragedWeights(Callback):
 
 
 def _places(module: torch.nn.Module, *, averaged: bool = True) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where the parameters and running statistics of a module hang, or its other buffers, if they are in its state_dict and no integers.
+    """The dictionaries and keys of a module's parameters and running statistics, or of its other buffers; integers are left out.
 
-    By name, for a forward may put a new buffer in an old one's place.
+    By name, since a forward may replace a buffer.
     """
     places = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
@@ -210,7 +210,7 @@ def _places(module: torch.nn.Module, *, averaged: bool = True) -> dict[str, tupl
 
 
 def kept_buffers(module: torch.nn.Module) -> list[str]:
-    """Names of the buffers that are no integers and yet no statistics, of which an average takes the latest."""
+    """Names of the floating-point buffers that are not averaged: an average keeps their latest values."""
     return list(_places(module, averaged=False))
 
 
@@ -235,10 +235,10 @@ def description(checkpoint: dict[str, Any]) -> str | None:
 def average_checkpoints(
     paths: Sequence[Path], *, kind: Literal["mean", "exponential"] = "mean", decay: float = 0.99, last: int | None = None
 ) -> tuple[dict[str, Any], list[tuple[Path, int]], list[Path]]:
-    """Average the weights of checkpoints of one run, in the order of the weight updates that they say inside they stand after.
+    """Average the weights of checkpoints of one run, ordered by the weight update recorded in each.
 
-    Parameters and BatchNorm's running statistics are averaged; other buffers are the newest checkpoint's, and what is the same in all stays
-    as it is. Spectral norm's vectors are those of the averaged weights.
+    Parameters and BatchNorm's running statistics are averaged; other buffers are the newest checkpoint's. Tensors that are equal in all stay
+    unchanged. Spectral norm's vectors are computed for the averaged weights.
 
     "mean" weighs all alike; "exponential" goes from the oldest to the newest and makes each the average's d x average + (1 - d) x weights.
     Sums are in float64; tensors keep their type; what is no floating-point number, such as BatchNorm's counters, is the newest

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read with an error that names the file, and without running code that it might hold."""
+"""Checkpoint files: written completely or not at all; read without running code in them, with errors that name the file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             os.unlink(temporary)
         cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save hides a full disk behind its own error
         with named_when_full(target):
-            raise cause if isinstance(cause, OSError) else error  # noqa: B904 - it is the same
+            raise cause if isinstance(cause, OSError) else error  # noqa: B904 - the same error
     directory = os.open(target.parent, os.O_RDONLY)
     try:
         os.fsync(directory)
@@ -57,7 +57,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def named_when_full(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around writes to an open file, whose errors (a full disk, say) do not say by themselves which file it is."""
+    """Add the file's name to errors of writes to an open file, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -68,30 +68,30 @@ def named_when_full(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def named_when_damaged(path: str | os.PathLike[str], option: str = "") -> Iterator[None]:
-    """Around a read of a file that torch.save should have written; messages begin with the `option` that gave it.
+    """Turn errors of reading a file of torch.save into one that names it; messages begin with the `option` that gave the file.
 
     Raises:
-        ValueError: it cannot be read; the message names the file and, where it holds something else than tensors and settings, that.
+        ValueError: it cannot be read; the message names the file and a type in it that is neither a tensor nor a setting.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's on pickles that are not its own: the error says all
+            warnings.simplefilter("ignore")  # torch's warnings on foreign pickles: the error is enough
             yield
     except OSError as error:
         raise ValueError(f"{option}{path} cannot be read: {error.strerror or error}") from None
     except MemoryError:
         raise
-    except Exception as error:  # whatever a wrong byte leads to: torch raises what it happens to meet
+    except Exception as error:  # a wrong byte can raise nearly anything in torch
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"holds a {found[1]}, not only tensors and settings" if found else "is cut off, damaged or another kind of file"
         raise ValueError(f"{option}{path} is not a complete file of torch.save: it {what}") from None
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A checkpoint of a run, on the host; its tensors are read when they are used.
+    """A checkpoint of a run, in host memory; tensors are read from the file when they are used.
 
     Raises:
-        ValueError: the file cannot be read, or is none; the message names it.
+        ValueError: the file cannot be read, or is not a checkpoint; the message names it.
     """
     with named_when_damaged(path):
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -114,18 +114,20 @@ def link(source: Path, name: Path) -> None:
 
 
 def _is_harmless(kind: Any) -> bool:
-    """Whether values of a type that torch does not load by itself are plain: paths, enumerations, numpy's numbers and arrays."""
+    """Whether a type that torch does not load by itself is safe to load: paths, enumerations, numpy's numbers and arrays."""
     if isinstance(kind, type):
         return issubclass(kind, (pathlib.PurePath, enum.Enum, np.generic, np.ndarray, np.dtype))
     return getattr(kind, "__module__", "").partition(".")[0] == "numpy" and kind.__name__ in ("scalar", "_reconstruct")
 
 
 def _harmless_types(file: Any) -> tuple[list[Any], list[str]]:
-    """Types in a checkpoint that torch does not load by itself: those that are plain, for `safe_globals`, and the names of others.
+    """Types in a checkpoint that torch does not load by itself: the safe ones, for `safe_globals`, and the names of the others.
 
-    Nothing is imported: a type of a module that is not in use cannot be what a run needs.
+    Nothing is imported: a run cannot need a type from a module that is not loaded.
     """
-    plain: list[Any] = [kind for kind in vars(np.dtypes).values() if isinstance(kind, type)]  # of numpy's dtypes, which name them late
+    plain: list[Any] = [
+        kind for kind in vars(np.dtypes).values() if isinstance(kind, type)
+    ]  # numpy's dtypes, which the pickle does not list
     others = []
     for name in torch.serialization.get_unsafe_globals_in_checkpoint(file):
         module, _, attribute = name.rpartition(".")
@@ -138,14 +140,14 @@ def _harmless_types(file: Any) -> tuple[list[Any], list[str]]:
 
 
 def loads_not(values: dict[str, Any]) -> dict[str, str]:
-    """Those of a checkpoint's values that `AtomicCheckpointIO` would not load again, each with the types that are why."""
+    """The values of a checkpoint that `AtomicCheckpointIO` could not load again, each with the types that prevent it."""
     found = {}
     for name, value in values.items():
         file = io.BytesIO()
         try:
             torch.save(value, file)
         except Exception:
-            continue  # the checkpoint itself cannot be written, which says more
+            continue  # writing the checkpoint itself will raise a clearer error
         file.seek(0)
         if others := _harmless_types(file)[1]:
             found[name] = ", ".join(others)
@@ -153,7 +155,7 @@ def loads_not(values: dict[str, Any]) -> dict[str, str]:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own checkpoint files, written atomically where they lie on a local disk; a damaged one is named."""
+    """Lightning's own checkpoint files, written atomically on local disks, and read with errors that name the file."""
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None) -> None:
@@ -170,7 +172,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """As Lightning does; hyperparameters may also be paths, enumerations of modules in use, and numpy's numbers."""
         plain = []
         if weights_only is not False and _is_local_file_protocol(path):
-            with contextlib.suppress(Exception):  # no such file, or none of torch's: what follows says so
+            with contextlib.suppress(Exception):  # a missing or foreign file is reported below
                 plain = _harmless_types(path)[0]
         with torch.serialization.safe_globals(plain), named_when_damaged(path):
             return super().load_checkpoint(path, map_location, weights_only)

@@ -162,7 +162,7 @@ def fraction_or_count(what: str, *, least: int = 0) -> Callable[[str], int | flo
 
 
 def seed(text: str) -> int:
-    """Reader of a seed that every random stream takes."""
+    """Reader of a seed that torch, numpy and Python all accept."""
     value = int(text) if text.isascii() and text.isdigit() else -1
     if not 0 <= value <= LARGEST_SEED:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 to {LARGEST_SEED}")
@@ -172,7 +172,7 @@ def seed(text: str) -> int:
 def path(text: str) -> str:
     """Reader of the path of a file or folder; ~ is a home directory, as in a shell.
 
-    A name that YAML would take for something else, such as null or 1e3, is given with its folder: ./null.
+    A name that YAML would read as another type, such as null or 1e3, gets its folder in front: ./null.
     """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is no path: give a file or folder")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_ipu.cli import Option
 
 HARDWARE, BASE = "ipu_hardware", "base"
-COMMAND = "command"  # in a run's config.yaml: whose it is
+COMMAND = "command"  # in a run's config.yaml: the command that it belongs to
 _OF_A_START = ("--config", "--resume")  # options that no file may hold
 _LIGHTNING_SECTIONS = ("trainer", "model", "data")
 
@@ -109,10 +109,10 @@ def _is_lightnings(text: str) -> bool:
 
 
 def content_of(path: Path, prog: str) -> dict[Any, Any]:
-    """What a YAML file of settings holds by their names.
+    """The settings in a YAML file, by name.
 
     Raises:
-        ConfigError: it is no YAML file, has no settings, or is another command's.
+        ConfigError: it is not a YAML file, has no settings, or belongs to another command.
     """
     import yaml
 
@@ -135,12 +135,12 @@ def content_of(path: Path, prog: str) -> dict[Any, Any]:
 
 @cache
 def quote_strings() -> None:
-    """From now on jsonargparse writes YAML whose strings every reader takes for strings: 1e3 is a number to its own reader, not to PyYAML."""
+    """Make jsonargparse quote strings such as 1e3 in the YAML that it writes: PyYAML reads them as strings, but jsonargparse as numbers."""
     import jsonargparse
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Quotes what would be read as a number, too."""
+        """Quotes strings that look like numbers as well."""
 
     number = re.compile(r"[-+.]?[0-9][-+0-9._:eE]*|0[xob][0-9a-fA-F_]+")
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))

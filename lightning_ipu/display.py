@@ -139,7 +139,7 @@ class RunDisplay(ProgressBar):
         self._clock = _TrainingClock()
         self._stage = ""  # what an evaluation is called while it runs
         self._stage_done, self._stage_total = 0, 0
-        self._epoch, self._epoch_start = 1, 0.0  # Lightning counts one more as soon as an epoch is over
+        self._epoch, self._epoch_start = 1, 0.0  # Lightning's own count already rises at an epoch's end
         self._last_stage_seconds = 0.0
 
     # -- what Lightning asks of a progress bar

@@ -1,4 +1,4 @@
-"""A short word for what a run is trained on, which a checkpoint can keep, to notice files that came or went before it goes on."""
+"""A fingerprint of the training data, kept in checkpoints, to detect files that were added or removed before a run is resumed."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

@@ -142,7 +142,7 @@ class SixteenBitUpdate:
                 f"the optimizer holds {len(nameless)} parameters that are not the module's (shapes {shapes}); 16.16 rounds parameters by name"
             )
         self._optimizer, self._names, self._seed, self._stochastic = optimizer, names, seed, stochastic
-        # Also of what is frozen: it may not stay so.
+        # Frozen parameters as well: they may be unfrozen later.
         self._summed_in_32_bits = [p for p in names if p.dtype in _OVERFLOW and p.grad_dtype != torch.float32]
         for parameter in self._summed_in_32_bits:
             parameter.grad_dtype = torch.float32  # autograd casts every micro-batch's gradient before it adds
@@ -308,7 +308,7 @@ class LossScaling:
 
     Args:
         scale: the fixed factor, or "auto".
-        scaler: a GradScaler whose present scale, factors and interval an automatic scale takes over.
+        scaler: a GradScaler whose scale, factors and interval the automatic scale starts from.
         agree: makes one decision of all processes' own: called with whether this one's gradients are finite, returns whether all are.
     """
 
@@ -387,7 +387,7 @@ class LossScaling:
 
 
 def _scaler_refusal(scaler: torch.amp.GradScaler | None, loss_scaling: float | str | None) -> str | None:
-    """Why a GradScaler cannot be taken over, in one line; None if it can."""
+    """Why the settings of a GradScaler cannot be used, in one line; None if they can."""
     if scaler is None:
         return None
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):

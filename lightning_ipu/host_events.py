@@ -28,11 +28,11 @@ from lightning_ipu.plan import Plan
 # Callbacks that act on every weight update, by the names of their classes (or of a base class).
 _EVERY_UPDATE = ("WeightAveraging", "LearningRateFinder", "_LRCallback", "SpikeDetection", "ThroughputMonitor")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-_KNOWN_HOOKS = ("pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])  # packages whose hooks are known one by one
+_KNOWN_HOOKS = ("pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])  # packages whose hooks are treated one by one
 
 
 def batch_hooks(owner: Callback | LightningModule) -> list[str]:
-    """Which of the hooks around a batch a user has written for a callback or module; a progress bar only draws."""
+    """The hooks around a batch that a user has written for a callback or module; those of progress bars do not count."""
     if isinstance(owner, ProgressBar):
         return []
     overridden = [name for name in _BATCH_HOOKS if is_overridden(name, owner)]
@@ -75,7 +75,7 @@ class HostEvents:
 
     @property
     def bound(self) -> tuple[int, str] | None:
-        """The most weight updates that a host step holds, and what is due after them; None where that is the device iterations."""
+        """The largest number of weight updates in a host step and the event that limits it; None if only the device iterations do."""
         limits = [*((what, period) for what, _, period in self.in_run), *self.in_epoch, *self.before]
         if self.updates_per_epoch is not None:
             limits.append(("an epoch", self.updates_per_epoch))
@@ -276,7 +276,7 @@ def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> Ho
                 events.in_run.append(("DeviceStatsMonitor", every, every))
     for owner in (*trainer.callbacks, trainer.lightning_module):
         hooks = batch_hooks(owner)
-        if hooks and not getattr(owner, "once_per_host_step", False):  # what such a hook decides must not wait
+        if hooks and not getattr(owner, "once_per_host_step", False):  # the hook may end the training, which must not wait
             events.in_run.append((f"{type(owner).__name__}.{hooks[0]}", 1, 1))
     if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.strategy.lr_scheduler_configs):
         events.in_run.append(("a plateau schedule", 1, 1))

@@ -23,8 +23,8 @@ from typing_extensions import override
 from lightning_ipu.machine import GRACE, LAUNCHED_BY, LAUNCHED_BY_VARIABLE, own_cores
 from lightning_ipu.plan import PlanError
 
-LONG_WAIT = 30.0  # seconds until the first process says that it waits for others: on a busy machine it takes them ten to load torch
-TOLD = 3.0  # seconds in which a process may end by itself once the cause of the run's end has been told
+LONG_WAIT = 30.0  # seconds until the first process reports that it waits for others: on a busy machine loading torch takes ten
+TOLD = 3.0  # seconds in which a process may end by itself once the cause of the run's end has been reported
 
 _OTHER_IS_GONE = (  # what gloo and torch's store say of it
     "Connection closed by peer",
@@ -52,10 +52,10 @@ def lost_another(error: BaseException) -> bool:
 
 
 def check_can_start_again(processes: int) -> None:
-    """Refuse several processes for a program that is in no file: each of them is started by its command line.
+    """Refuse several processes for a program without a file: each process is started by running that file.
 
     Raises:
-        PlanError: it comes from standard input, `python -c`, a notebook or another interactive session.
+        PlanError: the program comes from standard input, `python -c`, a notebook or another interactive session.
     """
     main, path = sys.modules["__main__"], os.path.abspath(sys.argv[0])
     if not hasattr(sys, "ps1") and (main.__spec__ or os.path.isfile(path) and not path.startswith(("/dev/", "/proc/"))):
@@ -195,7 +195,7 @@ class Children:
     def end_by(self, error: BaseException) -> bool:
         """After an exception in this process: wait for the name of another that died before it, and take no later one for the cause.
 
-        Returns whether that says all: this process has lost the other, and has nothing to add.
+        Returns whether that name explains the error: this process has only lost its connection to the other.
         """
         self._failed = not isinstance(error, (AgreedStop, SIGTERMException, _TunerExitException))
         self._is_missing_one = lost_another(error)
@@ -246,7 +246,7 @@ class Children:
             self._named.set()
             for process in self.processes:
                 process.terminate()
-        deadline = time.monotonic() + (1.0 if failed else GRACE)  # of a run that has failed they have nothing to save, nor to say
+        deadline = time.monotonic() + (1.0 if failed else GRACE)  # after a failure they have nothing to save or report
         for local, process in enumerate(self.processes, start=1):
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -266,7 +266,7 @@ def let_signals_end() -> None:
     for name in ("SIGINT", "SIGTERM", "SIGCHLD"):
         if hasattr(signal, name):
             signum = getattr(signal, name)
-            if not getattr(getattr(signal.getsignal(signum), "__self__", None), "is_released", False):  # else it does so by itself
+            if not getattr(getattr(signal.getsignal(signum), "__self__", None), "is_released", False):  # a released handler already lets it
                 signal.signal(signum, signal.SIG_DFL)
 
 

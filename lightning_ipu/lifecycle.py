@@ -83,7 +83,7 @@ class SignalHandler:
             threading.Thread(target=self._end_the_deaf, args=(heard,), daemon=True).start()
 
     def release(self) -> None:
-        """The run is over: what follows is not ended from here, and signals are answered as they were before."""
+        """End the handling of signals, since the run is over: the earlier handlers are restored."""
         self._over.set()
         if self._told is not None:
             signal.set_wakeup_fd(self._told_before)
@@ -139,7 +139,7 @@ class SignalHandler:
 
 
 def _is_same_request(before: float | None) -> bool:
-    """Whether a signal that comes now belongs to one that came before."""
+    """Whether a signal that arrives now counts as the same request as an earlier one."""
     return before is not None and time.monotonic() - before < 1
 
 
@@ -158,8 +158,8 @@ class RunCheckpoints(Callback):
     """Keeps ``last.ckpt``, the latest state: after every so many weight updates, each epoch, the training, and when a signal ends it.
 
     It saves when all that follows a weight update or an epoch is over (logs, validation, the epoch's end), so that the run that goes on
-    from there repeats nothing and leaves nothing out; but a signal in a validation does not wait for its end, and the run that goes on
-    validates anew. Every checkpoint gets the ``settings`` that an evaluation needs beside the module's own.
+    from there repeats nothing and leaves nothing out. Only a signal during a validation does not wait for its end: the resumed run repeats
+    the validation. Every checkpoint gets the ``settings`` that an evaluation needs beside the module's own.
 
     Args:
         directory: of the checkpoints.
@@ -187,7 +187,7 @@ class RunCheckpoints(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.trained = True
-        if not self._resumed_before_a_validation:  # else the same state but for that is worth another checkpoint
+        if not self._resumed_before_a_validation:  # else the position after the validation is worth another checkpoint
             self._saved_after = trainer.global_step
         self.signals.trainer = trainer
         trainer.strategy.end_by = partial(self._end_if_asked, trainer)
@@ -210,7 +210,7 @@ class RunCheckpoints(Callback):
 
     @override
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.world_size == 1:  # the strategy has several processes agree
+        if trainer.world_size == 1:  # several processes agree in the strategy
             self._end_if_asked(trainer, trainer.strategy.agreed_stop)
 
     @override

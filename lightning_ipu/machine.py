@@ -46,9 +46,9 @@ _GIVEN_BY = {  # numbers that a launcher gives to each process that it starts
 
 
 def launcher() -> str | None:
-    """Who started this process as one of several, "torchrun" or "srun"; None where neither did.
+    """The launcher that started this process as one of several, "torchrun" or "srun"; None if neither did.
 
-    Some of their variables alone are left over from another run, or an allocation's.
+    If only some of its variables are set, they are left over from another run or set by an allocation.
     """
     for name, variables in _GIVEN_BY.items():
         numbered = all(os.environ.get(variable, "").isdigit() for variable in variables)
@@ -66,10 +66,10 @@ def started_rank() -> int:
 
 
 def forget_leftovers() -> None:
-    """Take out of the environment what would make Lightning or torch believe in a launcher that did not start this process.
+    """Remove variables from the environment by which Lightning or torch would detect a launcher that did not start this process.
 
     Raises:
-        ValueError: a launcher did start it, in a way that cannot be honoured; its variable is named.
+        ValueError: a launcher started it in a way that is not supported; the message names its variable.
     """
     started_by = launcher()
     if started_by is None:
@@ -177,9 +177,9 @@ def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
 def bound_spinning() -> None:
     """Let OpenMP's threads spin for `TURNS_OF_SPINNING` while they wait for one another, and then sleep; before torch is imported.
 
-    libgomp by itself lets them spin for milliseconds. Beside another program on the same cores the thread that spins holds the core that the one
-    it waits for needs, and training becomes five to ten times slower (benchmarks/busy.py). Where the environment says how threads are
-    to wait (GOMP_SPINCOUNT, OMP_WAIT_POLICY), it is left alone. Processes that this one starts inherit the setting.
+    By default libgomp's threads spin for milliseconds. Beside another program on the same cores, a spinning thread occupies the core that the
+    thread it waits for needs, and training becomes five to ten times slower (benchmarks/busy.py). GOMP_SPINCOUNT and OMP_WAIT_POLICY in the
+    environment take precedence. Processes that this one starts inherit the setting.
     """
     if not any(os.environ.get(name) for name in _WAITING_VARIABLES):
         os.environ["GOMP_SPINCOUNT"] = str(TURNS_OF_SPINNING)
@@ -224,9 +224,9 @@ def load(module: str) -> None:
 
 
 def free_memory(*, root: str | Path = "/") -> int:
-    """Bytes that may still be taken: what the system has available, within the control group's limits; 0 where neither is known.
+    """Free memory in bytes: what the system has available, within the control group's limits; 0 where neither is known.
 
-    ``root`` as in :func:`usable_cores`. File contents that a control group keeps but can give up count as free, as they do in the system's figure.
+    ``root`` as in :func:`usable_cores`. A control group's reclaimable file cache counts as free, as it does in the system's figure.
     """
     root = Path(root)
     free = []

@@ -44,7 +44,7 @@ def _writing_to(directory: Path) -> Iterator[None]:
 
 
 def check_writable(directory: str | Path) -> None:
-    """Raise OutputDirectoryError before the work, and not after it, where a directory cannot be made or written to."""
+    """Raise OutputDirectoryError if a directory cannot be made or written to; called before the work rather than after it."""
     with _writing_to(Path(directory)), tempfile.TemporaryFile(dir=directory):
         pass
 

@@ -122,7 +122,7 @@ class Stage(nn.Module):
         for node in body:
             copy(node)
         results = [copy(node) for node in outputs]
-        if is_last:  # the user's step may change a result in place, which a leaf of the graph does not bear
+        if is_last:  # the user's step may change a result in place, which autograd forbids for leaves
             results = [graph.call_method("clone", (result,)) if result in arrived.values() else result for result in results]
         graph.output(tuple(results))
         run = fx.GraphModule(record.module, graph, class_name="Stage")

@@ -53,7 +53,7 @@ _STATIC = (int, float, complex, bool, str, type(None), type(...), torch.dtype, t
 
 
 def called_as_a_whole(module: nn.Module) -> bool:
-    """Whether something happens around the call of a module, which would be lost if a stage began inside it."""
+    """Whether hooks, wrappers or compilation surround the call of a module; they would be lost if a stage began inside it."""
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooked) or "forward" in vars(module) or is_called_otherwise(module) or is_one_piece(module)
 
@@ -612,7 +612,7 @@ class Record:
                 borrowed(module, training=training, fake=fake),
                 fake,
                 torch.enable_grad(),
-                torch.compiler.set_stance("force_eager"),  # to be watched, compiled modules run as they were written
+                torch.compiler.set_stance("force_eager"),  # so that compiled modules can be recorded, they run uncompiled
                 context(),
             ):
                 stack.enter_context(entered or nullcontext())

@@ -192,9 +192,9 @@ def _as_is(batch: Any) -> Any:
 
 
 def _show_data(worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
-    """In a worker: whoever asks torch's get_worker_info for the data set is given the user's own."""
+    """In a worker: let torch's get_worker_info return the user's own data set."""
     info = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses to be assigned to
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # the object is read-only
     if worker_init_fn is not None:
         worker_init_fn(worker)
 
@@ -277,7 +277,7 @@ class TrainingData:
             return self.loader.collate_fn(self.loader.dataset.__getitems__((0, self._first_order[: self.micro_batch_size])))
 
     def again(self, epoch: int, number: int) -> Any:
-        """A micro-batch that has been trained on, on the host; nothing that the order depends on moves."""
+        """Load a micro-batch that has been trained on again, on the host, without moving the order of samples."""
         with preserved_streams():
             if self.is_stream:
                 began, state = self._began, state_of(self._source)
@@ -337,10 +337,10 @@ class TrainingData:
         return began[1] if began is not None and began[0] == epoch else state_of(self._source)
 
     def go_on(self, state: Any, *, epoch: int, made_in: int) -> None:
-        """Put the user's sampler or stream, made in epoch `made_in`, where it would stand before `epoch`.
+        """Bring the user's sampler or stream, made in epoch `made_in`, to its state before `epoch`.
 
-        By its own state where it has one. A sampler of the user's own may count its epochs or draw from a stream of its own: it is run
-        through those that are over. torch's samplers, and those with `set_epoch`, need neither.
+        Its own `state_dict` is loaded if it has one. A user's sampler without one may count epochs or draw random numbers of its own: it is
+        iterated through the past epochs. torch's samplers, and those with `set_epoch`, need neither.
         """
         source = self._source
         if state is not None and hasattr(source, "load_state_dict"):
@@ -353,7 +353,7 @@ class TrainingData:
         """An IterableDataset's micro-batches; what its own process draws for number k is a function of (seed, epoch, k)."""
         dataset = self.user_loader.dataset
         if self._began is not None and self._began[0] == epoch and self._began[1] is not None:
-            dataset.load_state_dict(deepcopy(self._began[1]))  # begun before, and given up
+            dataset.load_state_dict(deepcopy(self._began[1]))  # this epoch was begun before and abandoned
         self._began = epoch, state_of(dataset)
         if hasattr(self.user_loader.dataset, "set_epoch"):
             self.user_loader.dataset.set_epoch(epoch)
@@ -423,10 +423,10 @@ class HostSteps:
         plan: decides how many of them make a weight update.
         micro_batches: how many are trained on in an epoch, a multiple of A x R; None for a stream of unknown length.
         is_loops: whether it is Lightning's loop that holds an iterator.
-        begin: called at an epoch's first step; returns (epoch, number of the first micro-batch), or None where that is not settled yet.
+        begin: called at an epoch's first step; returns (epoch, number of the first micro-batch), or None if that is not known yet.
         next_updates: called at each host step; returns how many weight updates it may hold.
         ready: makes a host micro-batch ready for the device, given its number within the host step.
-        left_over: told at an epoch's end how many samples a stream of unknown length had over, and how many updates it gave.
+        left_over: called at an epoch's end with the leftover samples of a stream of unknown length and the number of its updates.
     """
 
     def __init__(
@@ -482,7 +482,7 @@ class HostSteps:
                 yield (host_step := HostStep(lambda number: self._ready(fetch(), number), self._next_updates()))
                 first += host_step.done * self.plan.micro_batches_per_update  # fewer than it may hold where it was ended early
                 for _ in range(host_step.done * len(self.data.shard.places) - host_step.drawn):
-                    fetch()  # of a stage in the middle, which looks at the first alone
+                    fetch()  # a middle stage has fetched only the first
         finally:
             stream = None  # ends the loader's workers, whoever still holds a handle
 
@@ -558,7 +558,7 @@ class EvaluationData:
             raise PlanError(
                 f"a {type(loader.dataset).__name__} or a loader without batch_sampler is evaluated by one process only, not {count}"
             )
-        elif type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers:  # as it is, over workers that no signal ends
+        elif type(loader).__iter__ is DataLoader.__iter__ and loader.num_workers:  # unchanged, but with workers that ignore signals
             order = {} if isinstance(loader.dataset, IterableDataset) else {"sampler": loader.sampler}
             batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
             self.loader = _rebuilt(loader, seed=seed, dataset=loader.dataset, **order, **batches)
@@ -586,7 +586,7 @@ class EvaluationData:
         if self._guarded:
             with preserved_streams():
                 if seeded:
-                    self.loader.generator.manual_seed(mix(self.seed, _LOADER))  # every time the same: of it workers get their seeds
+                    self.loader.generator.manual_seed(mix(self.seed, _LOADER))  # the same every time: workers get their seeds from it
                 else:
                     seed_all(mix(self.seed, _EVALUATE))
                 batches = iter(self.loader)

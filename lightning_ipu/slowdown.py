@@ -18,7 +18,7 @@ __all__ = ["SlowdownWatch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a process had used up at one moment: seconds of wall time, of CPU time, and of waiting for a core that others held; and samples."""
+    """What a process has used so far: seconds of wall time, of CPU time and of waiting for a core, and samples."""
 
     wall: float
     cpu: float
@@ -55,14 +55,14 @@ NOTHING = Usage(wall=0.0, cpu=0.0, waiting=0.0, samples=0)
 
 
 class SlowdownWatch(Callback):
-    """Warns once when two looks in a row find training at less than half of the best speed that it has had.
+    """Warns once when two measurements in a row find training at less than half of its best speed so far.
 
-    It measures host steps alone, so that validations and what happens between epochs do not count, and looks when ``seconds`` of them have
-    passed. Why training is slow is read from this process: its threads wait for cores (Linux counts that in ``/proc/self/task/*/schedstat``),
-    it hardly computes, or it computes as before and gets less done.
+    Only host steps are measured, not validations or the time between epochs; a measurement covers ``seconds`` of them. The cause is read
+    from this process: its threads wait for cores (Linux counts that in ``/proc/self/task/*/schedstat``), it computes much less than before,
+    or it computes as much as before and trains on fewer samples.
 
     Args:
-        seconds: of training between two looks.
+        seconds: of training in one measurement.
     """
 
     def __init__(self, *, seconds: float = 10.0) -> None:

@@ -1,7 +1,7 @@
 """Spectral norm's buffers for averaged weights: the singular vectors of the weights themselves, found by power iteration.
 
-An average of the vectors u and v of several weights is shorter than one, and belongs to none of them: the largest singular value comes out
-too small, and outputs grow without bound. Both of torch's kinds (utils.spectral_norm, utils.parametrizations.spectral_norm) are known by
+The average of several vectors u or v is shorter than one and fits none of the weights: the largest singular value is then estimated
+too small, and outputs grow without bound. Both of torch's kinds (utils.spectral_norm, utils.parametrizations.spectral_norm) are recognised by
 their names in a state_dict.
 """
 
@@ -19,7 +19,7 @@ _TURNS, _CLOSE = 1000, 1e-9
 
 
 def vectors_in(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """For every spectral norm among the names of a state_dict: those of its weight, u and v."""
+    """The names (weight, u, v) of every spectral norm in a state_dict."""
     names, found = set(names), []
     for u in sorted(names):
         if match := _U.fullmatch(u):
@@ -35,7 +35,7 @@ def renewed_vectors(averaged: Mapping[str, Tensor], latest: Mapping[str, Tensor]
 
     Args:
         averaged: weights by their names.
-        latest: the state_dict, or a part of it, that the average ends with, with u and v of its own weights, from which the search starts.
+        latest: the state_dict of the latest weights, or a part of it; the iteration starts from its u and v.
     """
     renewed = {}
     for weight, u, v in vectors_in(latest):

@@ -1,8 +1,8 @@
-"""Do something around the calls of chosen modules, and only while a step runs: at any other time the modules carry nothing.
+"""Wrap the calls of chosen modules, only while a step runs: at any other time nothing is attached to the modules.
 
-torch's own hooks would stay on the modules for the whole run. There they cannot be pickled or scripted, and torch.compile traces them or
-gives up. A hook on all modules at once slows every call of every module down. What stands in here is held in the place that
-`nn.Module.compile` fills: no other module pays for it, pickles and copies leave it out, and a compiled graph does not see it.
+torch's own hooks would stay on the modules for the whole run, where they cannot be pickled or scripted, and torch.compile traces them or
+fails. A global hook on all modules slows down every call of every module. The wrapper is therefore kept in the attribute that
+`nn.Module.compile` sets: other modules are not slowed down, pickles and copies leave it out, and a compiled graph does not contain it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Around = Callable[..., Any]
 
 
 class _StandIn:
-    """What is called in the place of one module."""
+    """The wrapper that is called in place of one module."""
 
     def __init__(self, around: Around, call: Callable[..., Any]) -> None:
         self._around, self._inner = around, call
@@ -38,7 +38,7 @@ class _StandIn:
 
 
 class StandIns:
-    """The stand-ins of one network; what was added last is called first."""
+    """The wrappers of one network; the one added last is called first."""
 
     def __init__(self) -> None:
         self._added: list[tuple[nn.Module, Around]] = []
@@ -46,24 +46,24 @@ class StandIns:
         self.standing = False
 
     def add(self, module: nn.Module, around: Around) -> None:
-        """Have `around` called in the place of a module."""
+        """Have `around` called in place of a module."""
         self._added.append((module, around))
         if self.standing:
             self._put(module, around)
 
     def leave_out(self, around: Around) -> None:
-        """Forget what was added; to be called while nothing stands in."""
+        """Remove a wrapper from all modules; to be called while none is active."""
         self._added = [(module, added) for module, added in self._added if added is not around]
 
     def begin(self) -> None:
-        """Stand in from here on."""
+        """Activate the wrappers."""
         if not self.standing:
             self.standing = True
             for module, around in self._added:
                 self._put(module, around)
 
     def end(self) -> None:
-        """Leave the modules as they were."""
+        """Remove the wrappers from the modules, which are then as they were."""
         for module, before in reversed(self._before):
             if before is None:
                 vars(module).pop(_PLACE, None)
@@ -74,7 +74,7 @@ class StandIns:
 
     @contextmanager
     def stood(self) -> Iterator[None]:
-        """Stand in within a `with` statement."""
+        """Activate the wrappers within a `with` statement."""
         self.begin()
         try:
             yield
@@ -88,12 +88,12 @@ class StandIns:
 
 
 def is_called_otherwise(module: nn.Module) -> bool:
-    """Whether something stands in for a module, or it has been compiled by its own `compile`."""
+    """Whether a module is wrapped here, or has been compiled by its own `compile`."""
     return vars(module).get(_PLACE) is not None
 
 
 def is_one_piece(module: nn.Module) -> bool:
-    """Whether a module runs compiled, so that the modules inside are not called by Python."""
+    """Whether a module is compiled, so that Python does not call the modules inside it."""
     place = vars(module).get(_PLACE)
     while isinstance(place, _StandIn):
         place = place._inner

@@ -114,7 +114,7 @@ SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped":
 _SEVERAL_OPTIMIZERS = "configure_optimizers returned {number} optimizers; IPUStrategy needs exactly one (use parameter groups)"
 _UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_BATCHES_BETWEEN_AGREEMENTS = 4  # of a validation over several processes, on whether a signal is to end it
+_BATCHES_BETWEEN_AGREEMENTS = 4  # of a validation; between them several processes do not agree on whether a signal ends it
 _TRANSFER, _STEP, _EVALUATION = (name_word(name) for name in ("transfer", "step", "evaluation"))
 
 
@@ -124,7 +124,7 @@ class TrainingProgress:
 
     `samples_done` counts since the fit began, `updates_done` within the epoch, `run_updates` in the run, those included that were skipped
     because scaled gradients overflowed. `step_updates`, `step_micro_batches` and `step_samples` are those of the host step, over all
-    replicas and processes: what it is to hold in `on_train_batch_start`, what it held in `on_train_batch_end`. A signal handler that
+    replicas and processes: in `on_train_batch_start` what it will hold, in `on_train_batch_end` what it held. A signal handler that
     stores its signal's number in `stop_signal` ends the host step after the weight update in flight.
     """
 
@@ -140,7 +140,7 @@ class TrainingProgress:
     stop_signal: int | None = None
 
     def hold(self, updates: int, plan: Plan) -> None:
-        """Say how many weight updates the host step holds."""
+        """Set how many weight updates the host step holds."""
         self.step_updates, self.step_micro_batches = updates, updates * plan.micro_batches_per_update
         self.step_samples = self.step_micro_batches * plan.micro_batch_size
 
@@ -237,21 +237,21 @@ class IPUStrategy(DDPStrategy):
         self._engine: LocalEngine | None = None
         self._recorder: LogRecorder | None = None
         self._evaluation: dict[str, Any] = {}
-        self._user_settings: dict[str, Any] = {}  # of the Trainer, which the plan needs otherwise
-        self._undo = ExitStack()  # what is to be put back when a fit or an evaluation ends, however it ends
+        self._user_settings: dict[str, Any] = {}  # of the Trainer, where the plan needs other values
+        self._undo = ExitStack()  # what is restored when a fit or an evaluation ends, however it ends
         self._loaders: list[Loader] = []
         self._processes: Processes | None = None
         self._stages: StageState | None = None
-        self._restored: dict[str, Any] | None = None  # what a checkpoint says in this package's words, until the fit goes on from it
+        self._restored: dict[str, Any] | None = None  # this package's entry of a checkpoint, until the fit has resumed from it
         self._epoch: int | None = None  # that `progress.updates_done` counts in
         self._agreed_stop: int | None = None
         self.end_by: Callable[[int], None] | None = None  # ends a fit by a signal; None leaves it to Lightning, which saves nothing
-        self._shown: tuple[list[Any], list[Any]] | None = None  # what the batch held that hooks were given
-        self._under_way: HostStep | None = None  # the host step that is being made, or that an error has ended
-        self._reached: str | None = None  # the last that is over of what follows a host step; None between two of them
-        self._shown_before: dict[str, Any] | None = None  # the latest metrics before the validation that is under way
-        self._rest_of_step: int | None = None  # weight updates that an error left of the host step with which the run goes on
-        self._unheard = ExitStack()  # holds back a hook from those who heard of it before the checkpoint
+        self._shown: tuple[list[Any], list[Any]] | None = None  # what was in the batch that hooks were given
+        self._under_way: HostStep | None = None  # the host step in progress, or the one that an error has ended
+        self._reached: str | None = None  # the latest hook after a host step that is over; None once the next one begins
+        self._shown_before: dict[str, Any] | None = None  # the latest metrics before the validation in progress
+        self._rest_of_step: int | None = None  # weight updates that an error left in the host step from which the run resumes
+        self._unheard = ExitStack()  # keeps a hook from those on whom it was called before the checkpoint
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
 
     @property
@@ -292,7 +292,7 @@ class IPUStrategy(DDPStrategy):
                 " be the same"
             )
         if type(self.cluster_environment) is LightningEnvironment and self.num_nodes == 1 and "LOCAL_RANK" not in os.environ:
-            for variable in ("NODE_RANK", "GROUP_RANK", "MASTER_ADDR"):  # of other nodes, which this run has none of
+            for variable in ("NODE_RANK", "GROUP_RANK", "MASTER_ADDR"):  # they name other nodes, and this run has none
                 os.environ.pop(variable, None)
         if self._process_count == 1 and type(self.cluster_environment) is LightningEnvironment:
             self.cluster_environment = _OneProcess()
@@ -329,7 +329,7 @@ class IPUStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
         placement = Placement(plan=self.plan, processes=self._process_count)
-        self._undo.close()  # of a run that an error kept from its teardown
+        self._undo.close()  # of an earlier run, if an error kept it from its teardown
         self.end_by = None
         # The order of samples is the strategy's: Lightning would shuffle every training loader, even in one process.
         self._exchange(trainer._accelerator_connector, "use_distributed_sampler", False)
@@ -353,7 +353,7 @@ class IPUStrategy(DDPStrategy):
             self.seed = self.broadcast(self.seed)
 
     def _exchange(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute until the fit or evaluation ends; one that the object had from its class is taken off again."""
+        """Set an attribute until the fit or evaluation ends; if the object had none of its own, it is deleted then."""
         if name in vars(owner):
             self._undo.callback(object.__setattr__, owner, name, vars(owner)[name])
         else:
@@ -361,7 +361,7 @@ class IPUStrategy(DDPStrategy):
         object.__setattr__(owner, name, value)
 
     def _user_setting(self, name: str) -> Any:
-        """The user's value of a setting of the Trainer that may be set to another one until the fit or evaluation ends."""
+        """The user's value of a Trainer setting, which the strategy may have replaced for this fit or evaluation."""
         if name not in self._user_settings:
             trainer = self.lightning_module.trainer
             self._user_settings[name] = getattr(trainer, name)
@@ -436,7 +436,7 @@ class IPUStrategy(DDPStrategy):
             self.setup_precision_plugin()
 
     def _own_batches(self, trainer: Trainer) -> None:
-        """Run host steps where Lightning would optimise on a batch, and let its progress bars follow them."""
+        """Run host steps where Lightning would optimise one batch, and let its progress bars follow them."""
         owners = (*trainer.callbacks, self.lightning_module)
         self._starters = [type(owner).__name__ for owner in owners if "on_train_batch_start" in batch_hooks(owner)]
         self._exchange(trainer.fit_loop.epoch_loop.automatic_optimization, "run", self._run_host_step)
@@ -446,7 +446,7 @@ class IPUStrategy(DDPStrategy):
                 self._exchange(callback, "on_train_batch_end", partial(self._move_bar, callback))
 
     def _move_bar(self, bar: ProgressBar, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A bar is told the host step's last micro-batch, other callbacks the first."""
+        """Pass the number of the host step's last micro-batch to a bar; other callbacks get the first."""
         type(bar).on_train_batch_end(bar, trainer, module, outputs, batch, trainer.fit_loop.epoch_loop.batch_idx)
 
     def _own_transfer(self) -> None:
@@ -458,7 +458,7 @@ class IPUStrategy(DDPStrategy):
         def untouched(owner: LightningModule, batch: Any, dataloader_idx: int = 0) -> Any:
             return batch if owner is module else original(owner, batch, dataloader_idx)
 
-        # On the class: the module itself is to be copied and pickled as it is.
+        # On the class, so that the module itself can be copied and pickled.
         LightningModule._on_before_batch_transfer = untouched
         self._undo.callback(setattr, LightningModule, "_on_before_batch_transfer", original)
         selector = module.trainer._data_connector._datahook_selector
@@ -532,7 +532,7 @@ class IPUStrategy(DDPStrategy):
         clip = partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None
         if is_overridden("configure_gradient_clipping", module):
             clip = partial(self._in_hook, "configure_gradient_clipping", clip)
-        # Hooks after the reduction in which processes hear of each other's wish to stop.
+        # Hooks after the reduction in which processes exchange whether to stop.
         own = any(is_overridden(name, module) for name in ("configure_gradient_clipping", "lr_scheduler_step"))
         self._late_hooks = own or any(common["hooks"][name] for name in ("after_backward", "before_optimizer_step"))
         if self._processes is None:
@@ -637,7 +637,7 @@ class IPUStrategy(DDPStrategy):
         return partition
 
     def _hear_sigterm(self, signum: int, frame: Any) -> None:
-        """In place of Lightning's handler, which talks to the other processes from wherever this one stands, and is heard after a host step."""
+        """In place of Lightning's handler, which starts a collective wherever this process is, and takes effect only after a host step."""
         trainer = self.lightning_module.trainer
         if self._processes is not None and trainer.state.fn != TrainerFn.FITTING:
             raise SystemExit(128 + signum)
@@ -647,7 +647,7 @@ class IPUStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException) and not exception.code:
-            exception.code = 128 + signal.SIGTERM  # what was asked for is not done
+            exception.code = 128 + signal.SIGTERM  # the training is not complete
         if isinstance(exception, SIGTERMException) and self._stages is not None and not self._stages.is_whole:
             self._stages.fetch()  # in all processes alike
         super().on_exception(exception)
@@ -701,7 +701,7 @@ class IPUStrategy(DDPStrategy):
             call(*arguments)
         finally:
             self._recorder.hook = None
-            set_torch_streams(streams, self.root_device)  # the backward pass goes on where the step ended
+            set_torch_streams(streams, self.root_device)  # the backward pass continues the step's random streams
 
     def _user_zero_grad(self, optimizer: Optimizer) -> None:
         module, trainer = self.lightning_module, self.lightning_module.trainer
@@ -734,7 +734,7 @@ class IPUStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _check_hyperparameters(self, checkpoint: dict[str, Any]) -> None:
-        """Say at a fit's first checkpoint which hyperparameters would keep it from being loaded."""
+        """Warn at a fit's first checkpoint of hyperparameters that would keep it from being loaded."""
         if self._has_saved:
             return
         self._has_saved = True
@@ -746,10 +746,10 @@ class IPUStrategy(DDPStrategy):
                 )
 
     def _add_position(self, checkpoint: dict[str, Any], filepath: Any) -> None:
-        """Say in a checkpoint where the run stands, and what only this package knows of it."""
+        """Add to a checkpoint the position of the run and the state that only this package keeps."""
         trainer, module = self.lightning_module.trainer, self.lightning_module
         loops = checkpoint["loops"]["fit_loop"]
-        if self._restored is not None:  # the run that it was resumed from has not gone on yet
+        if self._restored is not None:  # resumed, but before the first new weight update
             position = Position(**self._restored["position"])
             checkpoint[KEY] = self._restored
         else:
@@ -780,7 +780,7 @@ class IPUStrategy(DDPStrategy):
         checkpoint["epoch"] = position.epoch
 
     def _position(self, hook: Hook | None) -> Position:
-        """Where the run stands, whatever Lightning is doing at the moment; `hook` is the one that it is calling."""
+        """The position of the run, whatever Lightning is doing at the moment; `hook` is the one that it is calling."""
         trainer, progress = self.lightning_module.trainer, self.progress
         epoch_loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
         batches, name = epoch_loop.batch_progress, hook and hook.name
@@ -859,7 +859,7 @@ class IPUStrategy(DDPStrategy):
         continuation.load_state_beside(trainer, saved["beside"])
         if position.begun:
             self._epoch = position.epoch
-            trainer._logger_connector._first_loop_iter = False  # else what is told is forgotten with the epoch's first step
+            trainer._logger_connector._first_loop_iter = False  # else Lightning drops the values at the epoch's first step
             self._recorder.load_state_dict(saved["averages"])
             if not position.updates:
                 trainer._logger_connector._first_loop_iter = None
@@ -1038,7 +1038,7 @@ class IPUStrategy(DDPStrategy):
         return self.pipeline_validation and self._stages is not None and self._engine is not None
 
     def _begin_epoch(self) -> tuple[int, int] | None:
-        """Called when Lightning draws an epoch's first host step: its number and the first micro-batch's; None before a run goes on."""
+        """Called when Lightning draws an epoch's first host step: the numbers of the epoch and of the first micro-batch; None until a run has resumed."""
         trainer = self.lightning_module.trainer
         if self._restored is not None:
             return None  # Lightning fetches from a stream when it sets up, and once more from `_resume`
@@ -1070,7 +1070,7 @@ class IPUStrategy(DDPStrategy):
                 " IPUStrategy needs exactly one: join the data sets, e.g. with torch.utils.data.StackDataset or ConcatDataset"
             )
         self._own_validation_interval(trainer)
-        if self._stages is not None:  # not before nothing more is refused: the network is its user's again then
+        if self._stages is not None:  # only now: after a refusal the user has the whole network
             self._stages.give_up()
         if self._restored is not None:
             self._resume()
@@ -1123,7 +1123,7 @@ class IPUStrategy(DDPStrategy):
         return updates
 
     def _begin_host_step(self, host_step: HostStep) -> Any:
-        """Called when Lightning takes a host step up; returns what its hooks get: the first micro-batch here, as it is."""
+        """Called when Lightning begins a host step; returns what its hooks get: this process's first micro-batch, unchanged."""
         self._reached, self._host_step = None, host_step
         self.progress.hold(host_step.weight_updates, self.plan)
         data = self._training_data
@@ -1233,7 +1233,7 @@ class IPUStrategy(DDPStrategy):
                 put_back()
             recorder.forget_from(host_step.done)
             if host_step.done and self._processes is None:  # else the others would be waited for
-                with suppress(Exception):  # the error is what should be seen
+                with suppress(Exception):  # the error itself matters more
                     self._log_rows(trainer, host_step.done, ends=False)
             raise
         done += 1
@@ -1247,7 +1247,7 @@ class IPUStrategy(DDPStrategy):
         return outputs
 
     def _should_stop(self, trainer: Trainer) -> bool:
-        """Whether `trainer.should_stop` has been set: after the same weight update in every process, whichever of them has set it."""
+        """Whether `trainer.should_stop` has been set in any process; true after the same weight update in all."""
         if self._processes is not None:
             stops = self._engine.asked_to_stop
             if self._late_hooks:
@@ -1258,7 +1258,7 @@ class IPUStrategy(DDPStrategy):
 
     def _settle(self, trainer: Trainer, epoch_loop: Any, missing: int, done: int) -> None:
         """Bring Lightning's counters and logs to where they would be had its loop made these weight updates one by one."""
-        if missing:  # ended early: what was not trained on is still to come
+        if missing:  # ended early: the rest is still to be trained on
             undone = missing * self.plan.micro_batches_per_update
             self._move_batch_progress(undone)
             fetcher = trainer.fit_loop._data_fetcher
@@ -1288,7 +1288,7 @@ class IPUStrategy(DDPStrategy):
     # ---- Evaluation ---------------------------------------------------------------------------------------------------------
 
     def _own_epochs(self, trainer: Trainer) -> None:
-        """Be called before an epoch ends and, where several processes run, after the hooks of its end and around what evaluates."""
+        """Register calls before an epoch's end and, with several processes, after the hooks of its end and around evaluations."""
         connector = trainer._logger_connector
         self._exchange(connector, "epoch_end_reached", partial(self._epoch_end_reached, connector))
         if self._process_count == 1:
@@ -1300,7 +1300,7 @@ class IPUStrategy(DDPStrategy):
             self._exchange(loop, "_evaluation_step", partial(self._evaluate_batch, loop))
 
     def _epoch_end_reached(self, connector: Any) -> None:
-        """However an epoch ends, and after every evaluation loader: tell Lightning what was logged, and merge the metrics of processes."""
+        """At every end of an epoch, and after every evaluation loader: pass the logged values to Lightning, and merge the processes' metrics."""
         if name := self._evaluation.pop("untold", None):
             self._evaluation["recorder"].replay(name)
         type(connector).epoch_end_reached(connector)
@@ -1362,7 +1362,7 @@ class IPUStrategy(DDPStrategy):
             return super().predict_step(*args, **kwargs)
 
     def _evaluation_step(self, name: str, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:
-        """Run the user's step on one batch of an evaluation; what it logs is told to Lightning at the loader's end."""
+        """Run the user's step on one batch of an evaluation; what it logs is passed to Lightning at the loader's end."""
         module = self.lightning_module
         loop = module.trainer._evaluation_loop
         processes = self._processes
@@ -1468,7 +1468,7 @@ def _end(signum: int) -> None:
 
 @contextmanager
 def _ignored(message: str) -> Iterator[None]:
-    """Ignore warnings of a kind; filters that others set in the meantime stay."""
+    """Ignore warnings that match a message; filters that others set meanwhile stay."""
     before = list(warnings.filters)
     warnings.filterwarnings("ignore", message=message)
     added = [entry for entry in warnings.filters if entry not in before]
@@ -1614,7 +1614,7 @@ def _refuse_what_cannot_be_honoured(trainer: Trainer) -> None:
 
 
 def _refuse_what_is_compiled(module: LightningModule, *, recompute: bool | list[str], parts: int) -> None:
-    """Refuse what would have to reach into a module that is compiled as a whole, by torch.compile(module) or its own compile()."""
+    """Refuse recomputation and pipelines inside a LightningModule that is compiled as a whole, by torch.compile(module) or its compile()."""
     if module._compiler_ctx is None and not is_one_piece(module):
         return
     if recompute:

@@ -1,7 +1,7 @@
-"""Standard output and error that outlive their readers: a run is not lost because nobody reads any more what it prints.
+"""Standard output and error that a run survives losing: it goes on when their reader has ended or the disk is full.
 
-`python -m resnet_ipu | head -1` takes the reader away after a line, a full disk the log file. The run goes on, says so once on standard
-error, and what it would print is dropped; its results are in the output directory.
+In `python -m resnet_ipu | head -1` the reader ends after one line. The run goes on, says so once on standard error, and drops what it
+would print; its results are in the output directory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Lasting(io.FileIO):
-    """A file that, once it cannot be written any more, takes everything and keeps nothing."""
+    """A file that discards everything once it can no longer be written."""
 
     def __init__(self, descriptor: int, told: Callable[[OSError], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -31,11 +31,11 @@ class _Lasting(io.FileIO):
 
 
 class Streams:
-    """What has become of standard output.
+    """Whether standard output can still be written.
 
     Args:
-        prog: begins the line that says so.
-        speaks: whether this process says it.
+        prog: the command's name, with which the message begins.
+        speaks: whether this process prints the message.
     """
 
     def __init__(self, prog: str, *, speaks: bool) -> None:
@@ -45,11 +45,11 @@ class Streams:
 
     @property
     def status(self) -> int:
-        """1 where what was printed could not be written; a reader that has gone has seen what it wanted."""
+        """1 if output could not be written; 0 if the reader has ended, which is its choice."""
         return 0 if self._error is None or isinstance(self._error, BrokenPipeError) else 1
 
     def begin_run(self) -> None:
-        """From now on the loss of standard output is worth a line."""
+        """Report a loss of standard output from now on."""
         self._is_running = True
         if self._error is not None:
             self._say()
@@ -68,7 +68,7 @@ class Streams:
 
 @contextmanager
 def lasting_streams(prog: str, *, speaks: bool) -> Iterator[Streams]:
-    """Let standard output and error outlive their readers; streams that somebody has put in their place are left alone."""
+    """Let a run survive the loss of standard output and error; streams that have been replaced by others are left alone."""
     streams, before = Streams(prog, speaks=speaks), {}
     for name, told in (("stderr", lambda error: None), ("stdout", streams._lose)):
         stream = getattr(sys, name)

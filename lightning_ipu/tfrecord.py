@@ -130,7 +130,7 @@ class TFRecords:
         return {"starts": self._starts, "lengths": self._lengths, "first": np.array(self._first, dtype=np.int64)}
 
     def fingerprint(self) -> str:
-        """A word for the files' names, without their folder, and where the records lie in them."""
+        """Fingerprint of the files' names, without their folder, and of the positions of the records in them."""
         return fingerprint([os.path.basename(path) for path in self.paths], self.places())
 
     @classmethod

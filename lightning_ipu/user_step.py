@@ -71,7 +71,7 @@ class _Average:
 _Record = tuple[str | None, str, Any, dict[str, Any], float, int, int]
 _Call = tuple[Any, float, int, int]  # the last four but for the options
 Gather = Callable[[Any], list[Any]]
-# hook, name, options, sums of an average or what Lightning keeps of a hook's values, path of a metric, last value logged for a step
+# hook, name, options, sums of an average or Lightning's values of a hook, path of a metric, last value logged for a step
 _Saved = tuple[str, str, dict[str, Any], dict[str, Any] | None, str | None, float | None]
 
 
@@ -135,7 +135,7 @@ class LogRecorder:
         for (hook, name), options in self._options.items():
             sums = self._sums.get((hook, name))
             add(hook, name, options, vars(sums).copy() if sums else None, self._metrics.get((hook, name)))
-        for result in results.values():  # what hooks have told Lightning itself, outside of steps
+        for result in results.values():  # what hooks outside of steps have logged to Lightning directly
             meta = result.meta
             if not result.has_reset and (meta.fx, meta.name) not in self._options:
                 kept = {name: getattr(result, name).cpu().clone() for name in _KEPT if result.is_tensor and hasattr(result, name)}
@@ -182,12 +182,12 @@ class LogRecorder:
             self._recording = False
 
     def forget_from(self, update: int) -> None:
-        """Forget what was written down from this weight update of the host step on: an error has ended it."""
+        """Drop what was recorded from this weight update of the host step on, because an error has ended it."""
         self._records = [record for record in self._records if record[5] < update]
 
     @property
     def recording_hook(self) -> str | None:
-        """What runs within a host step: a hook's name or the step; None where no host step runs."""
+        """The hook or step that runs within a host step; None outside of host steps."""
         return (self.hook or "training_step") if self._recording else None
 
     @property
@@ -350,23 +350,23 @@ class LogRecorder:
 
 
 def samples_in(batch: Any, drawn: int | None) -> int:
-    """Samples in a batch: those that were drawn, if anything in it is that long; else what Lightning makes of it.
+    """Samples in a batch: the number that was drawn, if anything in the batch has this length, else Lightning's guess.
 
-    A collate_fn may leave samples out. Lightning's guess alone, the length of the first tensor, takes the time steps of a batch that has
-    them first.
+    A collate_fn may leave samples out. Lightning's guess, the length of the first tensor, would be the number of time steps where these come
+    first.
     """
     if drawn is not None and any(length == drawn for length in _lengths(batch)):
         return drawn
     try:
         return extract_batch_size(batch)
-    except MisconfigurationException:  # holds no tensor
+    except MisconfigurationException:  # the batch holds no tensor
         if drawn is None:
             raise
         return drawn
 
 
 def _lengths(value: Any, *, outermost: bool = True) -> Iterator[int]:
-    """Of the tensors in a batch, and of the lists inside it."""
+    """Lengths of the tensors in a batch, and of the lists inside it."""
     if isinstance(value, torch.Tensor):
         yield len(value) if value.dim() else 1
     elif isinstance(value, Mapping):
@@ -383,7 +383,7 @@ def _lengths(value: Any, *, outermost: bool = True) -> Iterator[int]:
 
 
 def contents(batch: Any) -> tuple[list[Any], list[Any]]:
-    """What is in a batch and how often each tensor has been changed in place, to be compared later; and the things themselves, kept."""
+    """Identities of the objects in a batch with their versions (in-place changes), for a later comparison; and the objects, to keep them alive."""
     things = list(_things(batch))
     return [(id(thing), getattr(thing, "_version", None)) for thing in things], things
 
@@ -579,5 +579,5 @@ def set_aside(metrics: list[Metric]) -> Callable[[], None]:
 
 
 def _alone() -> bool:
-    """What torchmetrics is told when it asks whether there are other processes."""
+    """The answer to torchmetrics when it asks whether there are other processes."""
     return False

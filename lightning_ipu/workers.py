@@ -1,8 +1,8 @@
-"""Loader workers: they leave a run's signals to its own process, and are gone as soon as that wants them gone.
+"""Loader workers that ignore a run's signals and end within a second when the run ends them.
 
 A signal often reaches all processes of a run at once (Ctrl-C, `timeout`, a batch system). The weight update in flight still needs its
-workers then, so they ignore it. That takes the word away by which torch and multiprocessing end a worker that does not end by itself:
-multiprocessing would wait for it for ever at the program's end, torch for 5 s each. Therefore they are killed here.
+workers then, so they ignore it. But torch and multiprocessing use the same signal to end a worker that does not end by itself:
+multiprocessing would wait for it for ever at the program's end, torch for 5 s each. Therefore workers are killed here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GRACE = 1.0  # seconds in which workers may end by themselves: they finish the s
 
 
 class Loader(DataLoader):
-    """A DataLoader whose workers, however busy, end when they are asked to, and never outlive the program's end."""
+    """A DataLoader whose workers, however busy, end when asked, and never outlive the program."""
 
     def __init__(self, *args: Any, num_workers: int = 0, worker_init_fn: Callable[[int], Any] | None = None, **options: Any) -> None:
         if num_workers:
@@ -50,7 +50,7 @@ class Loader(DataLoader):
 
 
 class _Batches(_MultiProcessingDataLoaderIter):
-    """torch's iterator over the batches that workers make, with an end that takes a second at most."""
+    """torch's iterator over the workers' batches, with a shutdown that takes at most a second."""
 
     def __init__(self, loader: Loader) -> None:
         self._maker = os.getpid()
@@ -59,7 +59,7 @@ class _Batches(_MultiProcessingDataLoaderIter):
         except BaseException:
             _kill(getattr(self, "_workers", []))
             raise
-        Finalize(self, _kill, args=(self._workers,), exitpriority=0)  # before multiprocessing's exit function asks them, and waits
+        Finalize(self, _kill, args=(self._workers,), exitpriority=0)  # before multiprocessing's exit function waits for them
 
     def _shutdown_workers(self) -> None:
         if self._shutdown or self._maker != os.getpid():  # a worker has a copy of this
@@ -91,7 +91,7 @@ def _start(worker_init_fn: Callable[[int], Any] | None, worker: int) -> None:
     maker = os.getppid()
     with suppress(
         OSError, AttributeError, TypeError
-    ):  # torch's own watch looks every 5 s, between two batches; this one, of Linux alone, at once
+    ):  # torch's own check runs every 5 s between batches; this one (Linux only) acts at once
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def terminate(signum: int, frame: Any) -> None:

@@ -28,18 +28,18 @@ from lightning_ipu.partition import Partition, cut
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
 
-_pipelines = itertools.count()  # that were made, in all processes alike
+_pipelines = itertools.count()  # numbers the pipelines, alike in all processes
 _SMALL = 8192  # bytes of a packed value that travel with its length
 
 
 @cache
 def process_groups(device_type: str, groups: int, parts: int, everyone: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The processes with the same stages as this one, and those with the same replicas: made once, and used by all that runs here.
+    """The groups of processes with the same stages as this one, and with the same replicas: made once and used by all runs of this process.
 
     Args:
-        groups: how many processes share the replicas out.
+        groups: processes among which the replicas are divided.
         parts: processes per replica.
-        everyone: the group of all processes, whose end is theirs.
+        everyone: the group of all processes, with which these end.
     """
     mesh = init_device_mesh(device_type, (groups, parts), mesh_dim_names=("replicas", "stages"))
     return mesh.get_group("replicas"), mesh.get_group("stages")
@@ -47,7 +47,7 @@ def process_groups(device_type: str, groups: int, parts: int, everyone: dist.Pro
 
 @cache
 def groups_beside(count: int, parts: int, everyone: dist.ProcessGroup) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Two more groups of the processes with the same replicas as this one: of the device, and for tensors on the CPU; made once as well."""
+    """Two more groups of the processes with the same replicas as this one: one for the device, one for tensors on the CPU; made once."""
     rows = [list(range(start, start + parts)) for start in range(0, count, parts)]
     return tuple(dist.new_subgroups_by_enumeration(rows, backend=backend)[0] for backend in (None, "gloo"))
 
@@ -69,7 +69,7 @@ class Processes:
         self.device = device
 
     def pipeline(self) -> Pipeline:
-        """What joins the stages of this replica; to be called by all processes alike."""
+        """The connection between the stages of this replica; all processes must call this."""
         groups = (self.same_replica,) * 2
         if self.device.type != "cpu":
             groups = groups_beside(self.count, self.parts, dist.group.WORLD)
@@ -291,7 +291,7 @@ class PipelineEngine(DistributedEngine):
         return [parameter for parameter in super()._parameters() if id(parameter) in self._held]
 
     def _kind(self, micro_batch: int) -> Slice:
-        """The network cut for a micro-batch; on the first stage, take it and run the step up to its call of `self(...)`."""
+        """The network cut for a micro-batch; on the first stage, fetch it and run the step up to its call of `self(...)`."""
         if not self._processes.is_first:
             piece = self._pipeline.hear(self._kinds)
             if micro_batch + 1 < self._plan.gradient_accumulation_factor:
@@ -399,7 +399,7 @@ class EvaluationPipeline:
         )
 
     def step(self, step: Callable[[], Any]) -> Any:
-        """Run the user's step on a batch; its result on the last stage, None elsewhere."""
+        """Run the user's step on a batch; returns its result on the last stage, None elsewhere."""
         with self._context():
             args, kwargs = called_with(self._module, step, "a step of pipeline_validation")
         number = self._kinds.find(args, kwargs)
@@ -478,11 +478,11 @@ class StageState:
         """Cut the network at the same places for another call of `self(...)`, or for evaluation.
 
         Raises:
-            PlanError: it would use in one process what another one holds.
+            PlanError: a stage would use a parameter or buffer that another process holds.
         """
         gave_up = not self.is_whole
         if gave_up:
-            self._lay_out()  # in memory, though without values: results' layouts follow from it
+            self._lay_out()  # allocated, without values: memory layouts of results follow from it
         try:
             partition = cut(self._module, args, kwargs, splits=self.partition.splits, training=training, context=context)
         finally:
@@ -530,12 +530,12 @@ class StageState:
 
 
 def _signal_facts(number: int) -> list[float]:
-    """A signal that a process received, 0 for none, as numbers whose sums over processes `_signal_in` reads."""
+    """The signal that a process received, 0 for none, encoded so that `_signal_in` can read the sum over processes."""
     return [float(place == number) for place in range(1, signal.NSIG)]
 
 
 def _signal_in(sums: list[float]) -> int:
-    """The signal that processes received, 0 for none; of several kinds the one with the largest number: SIGTERM before SIGINT."""
+    """The signal that processes received, 0 for none; of different ones the largest number, SIGTERM rather than SIGINT."""
     return max((place for place, count in enumerate(sums, start=1) if count), default=0)
 
 

@@ -30,7 +30,7 @@ class ReplicaBuffers:
         places = [(owner, key, f"{path}.{key}" if path else key) for path, owner in module.named_modules() for key in owner._buffers]
         self._places = [(owner, key) for owner, key, name in places if names is None or name in names]
         self._floats, self._others, self._common = [], [], ([], [])
-        # A mask of infinities has no mean: differences of them are no numbers.
+        # A mask with infinities has no mean: their differences are NaN.
         self._masks = {place for place in self._places if not _is_finite(place[0]._buffers[place[1]])}
 
     def begin_update(self) -> None:
