@@ -273,6 +273,11 @@ def _in_a_checkpoint() -> bool:
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
+def _moves_unseen(module: nn.Module) -> bool:
+    """Whether a module may change its buffers without a new version of them: norms do, and what observes ranges for quantisation."""
+    return isinstance(module, _NormBase) or type(module).__module__.startswith("torch.ao.")
+
+
 class Recomputation:
     """Recomputes the activations of chosen blocks in the backward pass instead of storing them.
 
@@ -320,10 +325,9 @@ class Recomputation:
         place, dtype = self._randomness.place(), torch.get_default_dtype()
         host = host_streams() if self._draws_on_host.get(block, True) else None
         buffers = [
-            (child, name, buffer, buffer._version, buffer.clone())
+            (child, name, buffer, getattr(buffer, "_version", 0), None if buffer is None else buffer.clone())
             for child in block.modules()
             for name, buffer in child._buffers.items()
-            if buffer is not None
         ]
         output = checkpoint(
             partial(forward, **kwargs),
@@ -334,11 +338,11 @@ class Recomputation:
         )
         if block not in self._draws_on_host:
             self._draws_on_host[block] = bool(drawn_between(host, host_streams()))
-        # Only what the first run changed must be put back for the second; norms move their statistics without a new version.
+        # Only what the first run changed must be put back for the second; some modules change buffers without a new version.
         buffers[:] = [
             (child, name, buffer, version, before)
             for child, name, buffer, version, before in buffers
-            if isinstance(child, _NormBase) or child._buffers[name] is not buffer or buffer._version != version
+            if _moves_unseen(child) or child._buffers[name] is not buffer or getattr(buffer, "_version", 0) != version
         ]
         return output
 
@@ -355,7 +359,7 @@ class Recomputation:
             set_host_streams(host)
         self._recorder.muted = True
         for child, name, _, _, before in buffers:
-            child._buffers[name] = before.clone()  # a graph that is run backward twice is recomputed twice
+            child._buffers[name] = None if before is None else before.clone()  # for each of two backward passes over a graph
         try:
             with unchanged_metrics(metrics):
                 yield

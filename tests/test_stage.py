@@ -10,6 +10,7 @@ import torch
 import torchvision
 from runs import Net, blocks, classes, equal_states, fit, loader
 from torch import nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn.utils import parametrizations, spectral_norm
 from torchmetrics import CatMetric, MeanMetric
 
@@ -78,13 +79,14 @@ def test_statistics_still_move_in_a_training_forward_without_a_backward(grad):
 class Counter(nn.Module):
     """Side effects of a user's block: a counter, an average put anew in its place, and draws from every stream but its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, average: torch.Tensor | None) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("calls", torch.tensor(0))
-        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("average", average)
 
     def forward(self, x):
+        self.average = torch.zeros(8) if self.average is None else self.average
         x = self.linear(x) * self.average.add(1) + torch.rand(()) + nn.functional.dropout(x, 0.5, self.training)
         self.calls += 1
         self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
@@ -129,7 +131,12 @@ NETWORKS = {
     "a norm of its own": (lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), StatisticsOfItsOwn(8))), ["0"], (6, 8)),
     "spectral norm": (lambda: nn.Sequential(nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)))), ["0"], (6, 8)),
     "spectral norm, old": (lambda: nn.Sequential(nn.Sequential(spectral_norm(nn.Linear(8, 8)), nn.ReLU())), ["0"], (6, 8)),
-    "counter": (lambda: nn.Sequential(Counter(), Counter()), ["0", "1"], (6, 8)),
+    "counter": (lambda: nn.Sequential(Counter(torch.ones(8)), Counter(None)), ["0", "1"], (6, 8)),
+    "ranges for quantisation": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(8, 8), FusedMovingAvgObsFakeQuantize(), nn.Linear(8, 8))),
+        ["0"],
+        (6, 8),
+    ),
     "Python's draws": (lambda: nn.Sequential(*[Chance(lambda: random.random()) for _ in range(4)]), ["0", "1", "2", "3"], (6, 8)),
     "numpy's draws": (lambda: nn.Sequential(*[Chance(lambda: numpy.random.rand()) for _ in range(4)]), ["0", "1", "2", "3"], (6, 8)),
     "one block called twice": (lambda: nn.Sequential(Twice()), ["0.block"], (6, 8)),
@@ -156,6 +163,8 @@ def test_recomputation_changes_no_bit_of_output_gradients_buffers_and_random_str
     make, names, shape = NETWORKS[name]
     torch.manual_seed(0)
     network, x = make(), torch.randn(shape)
+    if name == "ranges for quantisation":
+        network(torch.randn(shape))  # which they begin with
     stored, again = one_step(network, x, None), one_step(network, x, names)
 
     assert equal(again, stored), [key for key in stored if not torch.equal(stored[key], again[key])]

@@ -223,6 +223,28 @@ def test_a_buffer_that_is_put_anew_in_its_place_is_kept_apart_by_replica_like_an
     assert module.calls.item() == 4 and module.constant.item() == torch.tensor(0.1).item()
 
 
+def test_a_buffer_that_holds_nothing_or_no_number_before_it_is_seen_is_the_mean_over_replicas_as_well():
+    class Ranging(Ledger):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("lowest", torch.tensor(float("inf")))
+            self.register_buffer("sums", torch.tensor([]))
+            self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+
+        def training_step(self, batch, batch_idx):
+            self.lowest = torch.minimum(self.lowest, batch[0].min())
+            if not len(self.sums):
+                self.sums.resize_(2).zero_()
+            self.sums += batch[0].sum()
+            return super().training_step(batch, batch_idx)
+
+    module = Ranging()
+    fit(module, numbered(8), R=2, A=2)
+    # Replicas of the first update have 0, 1 and 2, 3: their means are 1 and 3. Those of the second, from there, have 4, 5 and 6, 7.
+    assert module.lowest.item() == 1.0 and module.sums.tolist() == [14.0, 14.0]
+    assert module.mask.tolist() == [0.0, float("-inf")]
+
+
 # ---- Hooks and options that are honoured ------------------------------------------------------------------------------------------
 
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class ReplicaBuffers:
     """Buffers of a network of which every replica has its own within a weight update and nobody after it.
 
     Each replica starts an update from the common values. At its end floating-point buffers (BatchNorm's running statistics) take the
-    mean over replicas, the others (its counter) the value that one replica counted.
+    mean over replicas, the others (its counter) the value that one replica counted. What is empty or infinite before anything has been
+    seen (the ranges that quantisation observes) takes the mean of what it has become.
     """
 
     def __init__(self, module: nn.Module, names: Container[str] | None = None) -> None:
@@ -30,36 +32,50 @@ class ReplicaBuffers:
         places = [(owner, key, f"{path}.{key}" if path else key) for path, owner in module.named_modules() for key in owner._buffers]
         self._places = [(owner, key) for owner, key, name in places if names is None or name in names]
         self._floats, self._others, self._common = [], [], ([], [])
-        # A mask with infinities has no mean: their differences are NaN.
-        self._masks = {place for place in self._places if not _is_finite(place[0]._buffers[place[1]])}
+        # Differences of infinities (a mask) are NaN, and those of other shapes none.
+        self._open = {place for place in self._places if not _is_plain(place[0]._buffers[place[1]])}
 
     def begin_update(self) -> None:
         held = [(owner, name) for owner, name in self._places if owner._buffers[name] is not None]
-        self._floats = [
-            (owner, name) for owner, name in held if owner._buffers[name].is_floating_point() and (owner, name) not in self._masks
-        ]
+        self._floats = [(owner, name) for owner, name in held if owner._buffers[name].is_floating_point()]
         averaged = set(self._floats)
         self._others = [place for place in held if place not in averaged]
         self._common = [buffer.clone() for buffer in _at(self._floats)], [buffer.clone() for buffer in _at(self._others)]
         self.moves: list[torch.Tensor] | None = None
 
     def begin_replica(self) -> None:
+        for place, common in zip(self._floats + self._others, chain(*self._common), strict=True):
+            if place in self._open and (buffer := place[0]._buffers[place[1]]).shape != common.shape:
+                buffer.resize_(common.shape)
         _copy(_at(self._floats), self._common[0])
         _copy(_at(self._others), self._common[1])
 
     def end_replica(self) -> None:
         # Sums of differences, so that a buffer that no replica changes keeps its value to the last bit.
-        moved = [buffer - common for buffer, common in zip(_at(self._floats), self._common[0], strict=True)]
+        moved = [buffer - common for buffer, common in zip(_at(self._floats), self._starts(_at(self._floats)), strict=True)]
         self.moves = moved if self.moves is None else [total + move for total, move in zip(self.moves, moved, strict=True)]
 
     def end_update(self, replicas: int) -> None:
         if replicas == 1:
             return  # the one replica's values, to the last bit
-        _copy(_at(self._floats), [common + total / replicas for common, total in zip(self._common[0], self.moves, strict=True)])
+        starts = self._starts(self.moves)
+        _copy(_at(self._floats), [common + total / replicas for common, total in zip(starts, self.moves, strict=True)])
+
+    def _starts(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
+        """From where floating-point buffers move: the common values, or 0 where those are no start."""
+        return [
+            _finite_start(common, end) if place in self._open else common
+            for place, common, end in zip(self._floats, self._common[0], ends, strict=True)
+        ]
 
 
-def _is_finite(buffer: torch.Tensor | None) -> bool:
-    return buffer is None or not buffer.is_floating_point() or bool(buffer.isfinite().all())
+def _is_plain(buffer: torch.Tensor | None) -> bool:
+    """Whether something is in a buffer, and all of it finite."""
+    return buffer is None or buffer.numel() > 0 and bool(buffer.isfinite().all())
+
+
+def _finite_start(common: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(end) if common.shape != end.shape else torch.where(common.isfinite(), common, 0)
 
 
 def _at(places: list[tuple[nn.Module, str]]) -> list[torch.Tensor]:
