@@ -24,7 +24,7 @@ class ImageAugmentation:
         color_jitter: brightness, contrast and saturation are multiplied by a factor between 1 - x and 1 + x each, in random order.
         random_erasing: probability that a rectangle of 2 to 33 % of the image is filled (https://arxiv.org/abs/1708.04896).
         fill: what with: a value from 0 to 1 for each channel, the images' mean colour.
-        auto_augment_fill: what moves in where an operation of auto_augment shifts or turns the image, "mean" or "black"; None is mean.
+        auto_augment_fill: fills the empty areas where auto_augment shifts or rotates the image, "mean" (colour) or "black"; None is mean.
 
     Raises:
         ValueError: an option is unknown, out of range, or means nothing beside another one.

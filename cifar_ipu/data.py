@@ -880,9 +880,9 @@ class ImageDataModule(pl.LightningDataModule):
         return "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."
 
     def fingerprint(self) -> str:
-        """A word for what is trained on: the data set or how it is made up, and which of its images are not held out.
+        """Fingerprint of the training data: the data set, or how it is synthesised, and which of its images are not held out.
 
-        Two data modules with the same word draw the same samples in the same order for one seed; a checkpoint can keep it.
+        Two data modules with the same fingerprint draw the same samples in the same order for one seed; a checkpoint can keep it.
         """
         made = self.synthesis and [self.synthesis.kind, self.synthesis.classes, self.image_size, self.synthesis.seed]
         return fingerprint(self.dataset_name, self.in_channels, made, self._parts["train"].rows.numpy())

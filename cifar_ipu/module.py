@@ -37,7 +37,7 @@ class CIFARModule(ImageClassifier):
         self.use(NETWORKS[network](num_classes=num_classes, in_channels=in_channels, image_size=image_size))
 
     def setup(self, stage: str) -> None:
-        """Before training, fit a whitening convolution to training images, unless its weights are from a run that has; those stay."""
+        """Before training, fit a whitening convolution to training images, unless loaded weights already contain a fitted one."""
         super().setup(stage)
         layers = [layer for layer in self.network if isinstance(layer, WhiteningConv2d) and not layer.fitted]
         if stage != "fit" or not layers:

@@ -538,9 +538,9 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         return self.data_dir / f"universes-{self.input_size}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
     def fingerprint(self) -> str:
-        """A word for what is trained on: the files and records, or the family of universes, without those left out or held out.
+        """Fingerprint of the training data: the files and records, or the family of universes, without those left out or held out.
 
-        Two data modules with the same word draw the same samples in the same order for one seed; a checkpoint can keep it. Packing does not
+        Two data modules with the same fingerprint draw the same samples in the same order for one seed; a checkpoint can keep it. Packing does not
         change it: the cubes are the same.
         """
         if self.dataset_name == "dummy":
@@ -608,15 +608,15 @@ class CosmoFlowDataModule(pl.LightningDataModule):
 
     @cached_property
     def _cache_left(self) -> list[float]:
-        """Bytes for cubes that no part has taken yet (one number): a share of the machine's for each of its processes.
+        """Bytes of cache that no part has taken yet, in a list of one: each process has an equal share of the machine's memory for it.
 
-        It is settled when the first loader is made: how many processes there are is known then.
+        It is computed when the first loader is made, since the number of processes is known then.
         """
         processes = 1 if self.trainer is None else max(1, self.trainer.world_size // self.trainer.num_nodes)
         return [(machine.free_memory() / 2 if self.cache_gb is None else self.cache_gb * 1e9) / processes]
 
     def _let_keep(self, part: CubeDataset) -> None:
-        """Give a part a cache for the cubes that there is memory for, once; what is not packed needs none unless it is asked for."""
+        """Give a part a cache for as many cubes as fit into memory, once; files that are not packed get one only on request."""
         if part.cache is not None or self.cache_gb is None and not part.records.packed:
             return
         nbytes = self.input_size**3 * CHANNELS * 2

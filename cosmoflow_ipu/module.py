@@ -34,7 +34,7 @@ MIDDLE = "mae_of_the_middle"  # the error on the evaluated samples of predicting
 class CountTransform(nn.Module):
     """Turns counts into what the network sees: log(1 + counts), or counts divided by their mean, then each channel shifted and scaled.
 
-    Shift and scale are buffers, so that a checkpoint holds them; at first they change nothing. What has no deviation is not scaled, and an
+    Shift and scale are buffers, so that a checkpoint holds them; at first they change nothing. Constant values are not scaled, and an
     empty volume stays empty.
     """
 
@@ -99,7 +99,7 @@ class CosmoFlowModule(pl.LightningModule):
         final_fraction: of the learning rate, at the end of linear, cosine, polynomial and exponential; null is 0.02.
         decay_values: multipliers of the learning rate for stepped; null is 1, 0.1, 0.01.
         decay_fractions: shares of the run after which stepped takes the next value; null is 0.5, 0.75.
-        decay_at_epochs: in their place, epochs with whose first update stepped takes the next value.
+        decay_at_epochs: instead of decay_fractions, the epochs at whose first update stepped takes the next value.
         physical_spread: share of their centre within which the parameters lie on either side, where it is known.
         predict_units: predictions on the scale from -1 to 1 (unit), or in physical units, for which physical_spread is needed.
         report: after each validation print the errors of the four parameters and draw predictions against truth to validation.png.
@@ -257,7 +257,7 @@ class CosmoFlowModule(pl.LightningModule):
             sums += torch.stack([value.sum(0) for value in (torch.ones_like(targets), targets, targets**2, (predictions - targets) ** 2)])
         count, total, squares, errors = sums
         variances = squares - total**2 / count
-        r2 = 1 - errors / variances.where(variances > 1e-12 * squares, torch.nan)  # of targets that are all alike nothing can be explained
+        r2 = 1 - errors / variances.where(variances > 1e-12 * squares, torch.nan)  # undefined if all targets are equal
         for number, name in enumerate(PARAMETERS):
             self.log(f"{split}_r2_{name}", r2[number])
         self.log(f"{split}_r2", r2.mean())
@@ -286,7 +286,7 @@ class CosmoFlowModule(pl.LightningModule):
 
 
 def _everyones(value: Any) -> list[Any]:
-    """What each process has in the place of `value`, in their order."""
+    """The `value` of each process, in the order of their ranks."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [value]
     values = [None] * distributed.get_world_size()

@@ -35,7 +35,7 @@ class ImageClassifier(pl.LightningModule):
         schedule: linear, cosine, polynomial or exponential (after a warm-up), stepped or const; moves with every weight update.
         warmup_fraction: share of the run in which the rate rises; null is 0.2, for stepped and const 0.
         warmup_epochs: the same in epochs.
-        warmup_start: share of the learning rate at which the warm-up begins; null is one update's part of it.
+        warmup_start: share of the learning rate at which the warm-up begins; null begins with one update's share.
         warmup_mode: shift (the default) begins the decay after the warm-up, mask with the run.
         staircase: hold the rate over every epoch.
         decay_fraction: share of the run that linear, cosine, polynomial and exponential take to reach their end; null is what the
@@ -46,7 +46,7 @@ class ImageClassifier(pl.LightningModule):
         decay_rate: what exponential multiplies the rate by over an epoch, in place of its end.
         decay_values: multipliers of the learning rate for stepped; null is 1, 0.1, 0.01.
         decay_fractions: shares of the run after which stepped takes the next value; null is 0.5, 0.75.
-        decay_at_epochs: in their place, epochs with whose first update stepped takes the next value.
+        decay_at_epochs: instead of decay_fractions, the epochs at whose first update stepped takes the next value.
         mirror_evaluation: average the logits of an image and of its mirror image in validation, test and prediction.
         channels_last: keep images and weights in memory pixel by pixel, which is faster on most devices; moves last bits only.
 
@@ -154,7 +154,7 @@ class ImageClassifier(pl.LightningModule):
         self._log(self._evaluate(batch[0]), batch[1], "test")
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Probabilities [batch, classes] of images, or of a batch's images: each row sums to 1, but with bce each class has its own."""
+        """Probabilities [batch, classes] of images, or of a batch's images: each row sums to 1, except with bce, where classes are independent."""
         logits = self._evaluate(batch if isinstance(batch, Tensor) else batch[0])
         return logits.sigmoid() if self.hparams.loss == "bce" else logits.softmax(dim=1)
 

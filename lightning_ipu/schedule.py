@@ -37,7 +37,7 @@ def stepped(
     updates_per_epoch: int | None = None,
     **start: Any,
 ) -> float:
-    """decay_values[i], where i counts the drops that are past: at fractions of the run, or, where they are given, at epochs.
+    """decay_values[i], where i is the number of past drops: at fractions of the run, or at epochs if these are given.
 
     Graphcore's PopART ResNet drops where k > int(f * total): update int(f * total), counted from 0, is the last before the drop. Programs
     that count epochs, such as torch's MultiStepLR, drop with the epoch's first update.
@@ -229,7 +229,7 @@ def build_schedule(
     by_length = kind != "const" and not {"decay_rate", "decay_at_epochs"} & options.keys() or bool(options.get("warmup_fraction"))
 
     def rate(k: float, length: int | float) -> float:
-        # Shares of the run that may be more than the run: of 5 epochs' warm-up a run of 1 sees a fifth.
+        # Shares of the run, possibly above 1: a run of 1 epoch sees a fifth of a warm-up of 5 epochs.
         shares = {f"{name}_fraction": updates / length if updates else 0.0 for name, updates in lengths.items()}
         return factor(k, length, updates_per_epoch=updates_per_epoch, **options, **shares)
 

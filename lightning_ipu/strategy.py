@@ -125,7 +125,7 @@ class TrainingProgress:
     `samples_done` counts since the fit began, `updates_done` within the epoch, `run_updates` in the run, those included that were skipped
     because scaled gradients overflowed. `step_updates`, `step_micro_batches` and `step_samples` are those of the host step, over all
     replicas and processes: in `on_train_batch_start` what it will hold, in `on_train_batch_end` what it held. A signal handler that
-    stores its signal's number in `stop_signal` ends the host step after the weight update in flight.
+    stores its signal's number in `stop_signal` ends the host step after the current weight update.
     """
 
     updates_per_epoch: int | None = None

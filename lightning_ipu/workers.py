@@ -1,6 +1,6 @@
 """Loader workers that ignore a run's signals and end within a second when the run ends them.
 
-A signal often reaches all processes of a run at once (Ctrl-C, `timeout`, a batch system). The weight update in flight still needs its
+A signal often reaches all processes of a run at once (Ctrl-C, `timeout`, a batch system). The current weight update still needs its
 workers then, so they ignore it. But torch and multiprocessing use the same signal to end a worker that does not end by itself:
 multiprocessing would wait for it for ever at the program's end, torch for 5 s each. Therefore workers are killed here.
 """
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _PR_SET_PDEATHSIG = 1  # Linux' linux/prctl.h
-GRACE = 1.0  # seconds in which workers may end by themselves: they finish the sample in hand
+GRACE = 1.0  # seconds in which workers may end by themselves: they finish the current sample
 
 
 class Loader(DataLoader):

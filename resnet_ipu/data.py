@@ -119,7 +119,7 @@ class FolderImages:
         return np.fromfile(self.name(number), dtype=np.uint8), int(self.labels[number])
 
     def fingerprint(self) -> str:
-        """A word for the images' names and labels; moving the root as a whole leaves it as it is."""
+        """Fingerprint of the images' names and labels; moving the whole root does not change it."""
         return fingerprint(self.folders, self.folder_of, self.names, self.ends, self.labels)
 
     def stamp(self, number: int) -> list[int]:
@@ -271,7 +271,7 @@ class ShardImages:
         return len(self.records)
 
     def fingerprint(self) -> str:
-        """A word for the shards' names and where in them the records lie; moving them as a whole leaves it as it is."""
+        """Fingerprint of the shards' names and the positions of their records; moving them all does not change it."""
         return self.records.fingerprint()
 
     def name(self, number: int) -> str:
@@ -395,7 +395,7 @@ class Index:
         self._read()
 
     def _read(self) -> None:
-        """Read the file, unless it is the one that was read before."""
+        """Read the file, unless it has not changed since it was last read."""
         try:
             found = os.stat(self.path) if self.path is not None else None
             if found is None or (found.st_ino, found.st_mtime_ns) == self._stamp:
@@ -408,9 +408,9 @@ class Index:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While one process looks for what is not known yet, others wait, and then know it: those of a run all start at once.
+        """Let one process search while the others wait and then use its results: the processes of a run start at the same time.
 
-        Where no file can be kept, each looks for itself.
+        Where no file can be kept, each process searches by itself.
         """
         with ExitStack() as held:
             if self.path is not None:
@@ -607,7 +607,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         augment: random crops and mirrored images in training; otherwise it sees the middle, as evaluation does.
         auto_augment: after that, randaugment (two random operations) or trivialaugment (one).
         randaugment_magnitude: of randaugment's operations, 0 to 30; null is 9.
-        auto_augment_fill: what moves in where auto_augment shifts or turns an image: mean (colour) or black; null is mean.
+        auto_augment_fill: fills the empty areas where auto_augment shifts or rotates an image: mean (colour) or black; null is mean.
         color_jitter: then vary brightness, contrast and saturation by up to this share each.
         random_erasing: probability with which a rectangle is then filled with the mean colour.
         image_size: side of the images in pixels, as the network sees them.
@@ -774,9 +774,9 @@ class ImageNetDataModule(pl.LightningDataModule):
         return "\n".join(lines) or None
 
     def fingerprint(self) -> str:
-        """A word for what is trained on: the list of the images, those left out, their classes. Pixels are not looked at.
+        """Fingerprint of the training data: the images, those left out, and their classes, but not the pixels.
 
-        Two data modules with the same word draw the same samples in the same order for one seed; a checkpoint can keep it.
+        Two data modules with the same fingerprint draw the same samples in the same order for one seed; a checkpoint can keep it.
         """
         part = self.part("train")
         return fingerprint(self.classes, self.num_classes, None if part is None else [part.source.fingerprint(), part.rows])

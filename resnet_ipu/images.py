@@ -143,7 +143,7 @@ def decode_with_pillow(data: np.ndarray) -> Tensor:
 
 
 def _opened(data: np.ndarray, use: Callable[[Image.Image], _T], failure: str) -> _T:
-    """What `use` makes of an image file's bytes; of a PNG's or JPEG's without its metadata where those stand in the way.
+    """The result of `use` on an image file; if it fails on a PNG or JPEG, on the file without its metadata.
 
     Pillow refuses a whole file for a broken or large text or colour profile.
     """
@@ -163,7 +163,7 @@ def _opened(data: np.ndarray, use: Callable[[Image.Image], _T], failure: str) ->
 
 
 def _bare(data: np.ndarray) -> bytes | None:
-    """A PNG or JPEG of what its pixels depend on alone, an orientation included; None for other bytes."""
+    """A PNG or JPEG reduced to what its pixels depend on, including the orientation; None for other files."""
     view = memoryview(data)
     if bytes(view[:8]) == _PNG:
         return _PNG + b"".join(chunk for kind, chunk in _png_chunks(view) if _is_needed(kind, chunk))
@@ -319,7 +319,7 @@ def training_crop(
 def center_crop(data: np.ndarray, *, size: int, resize: int) -> Tensor:
     """The middle [3, size, size] uint8 of an image file's picture, scaled so that its shorter side is `resize` pixels; for evaluation.
 
-    Of a picture longer than four times its width, or wider than four times its height, the middle is cut out first: memory goes by `resize` alone.
+    An image with sides of more than 4 : 1 is cut to its middle first, so that memory depends on `resize` alone.
 
     Raises:
         ValueError: as `decode`.
