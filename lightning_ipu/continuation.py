@@ -186,7 +186,7 @@ def unheard(trainer: Trainer, position: Position, name: str | None = None) -> It
                 silent.append(callback)
         if position.module_heard:
             silent.append(trainer.lightning_module)
-    before = [(one, vars(one).get(hook, one)) for one in silent]  # `one` itself stands for: there was none
+    before = [(one, vars(one).get(hook, one)) for one in silent]  # `one` itself where there was none
     for one, _ in before:
         vars(one)[hook] = None  # Lightning skips what is not callable
     try:

@@ -274,7 +274,7 @@ def _in_a_checkpoint() -> bool:
 
 
 def _moves_unseen(module: nn.Module) -> bool:
-    """Whether a module may change its buffers without a new version of them: norms do, and what observes ranges for quantisation."""
+    """Whether a module may change its buffers without a new version of them: norms do, and observers for quantisation."""
     return isinstance(module, _NormBase) or type(module).__module__.startswith("torch.ao.")
 
 

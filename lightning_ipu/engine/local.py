@@ -32,7 +32,7 @@ class ReplicaBuffers:
         places = [(owner, key, f"{path}.{key}" if path else key) for path, owner in module.named_modules() for key in owner._buffers]
         self._places = [(owner, key) for owner, key, name in places if names is None or name in names]
         self._floats, self._others, self._common = [], [], ([], [])
-        # Differences of infinities (a mask) are NaN, and those of other shapes none.
+        # Infinite values (a mask) and values of another shape have no difference to start from.
         self._open = {place for place in self._places if not _is_plain(place[0]._buffers[place[1]])}
 
     def begin_update(self) -> None:
@@ -62,7 +62,7 @@ class ReplicaBuffers:
         _copy(_at(self._floats), [common + total / replicas for common, total in zip(starts, self.moves, strict=True)])
 
     def _starts(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
-        """From where floating-point buffers move: the common values, or 0 where those are no start."""
+        """The values from which floating-point buffers change: the common ones, or 0 where these are infinite or of another shape."""
         return [
             _finite_start(common, end) if place in self._open else common
             for place, common, end in zip(self._floats, self._common[0], ends, strict=True)
@@ -70,7 +70,7 @@ class ReplicaBuffers:
 
 
 def _is_plain(buffer: torch.Tensor | None) -> bool:
-    """Whether something is in a buffer, and all of it finite."""
+    """Whether a buffer is not empty and all its values are finite."""
     return buffer is None or buffer.numel() > 0 and bool(buffer.isfinite().all())
 
 
