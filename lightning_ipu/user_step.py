@@ -15,7 +15,9 @@ from functools import partial
 from itertools import zip_longest
 from numbers import Number
 from typing import Any, NamedTuple
+from zlib import crc32
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule
@@ -383,9 +385,16 @@ def _lengths(value: Any, *, outermost: bool = True) -> Iterator[int]:
 
 
 def contents(batch: Any) -> tuple[list[Any], list[Any]]:
-    """Identities of the objects in a batch with their versions (in-place changes), for a later comparison; and the objects, to keep them alive."""
+    """What the objects in a batch are and hold, for a later comparison; and the objects, to keep them alive."""
     things = list(_things(batch))
-    return [(id(thing), getattr(thing, "_version", None)) for thing in things], things
+    return [(id(thing), getattr(thing, "_version", None), _checksum(thing)) for thing in things], things
+
+
+def _checksum(thing: Any) -> int | None:
+    """Of a tensor's or array's numbers on the host, which may change without a new version: through `.data`, or a NumPy view."""
+    if isinstance(thing, torch.Tensor) and thing.layout is torch.strided and thing.is_cpu and not thing.is_quantized:
+        thing = thing.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return crc32(thing.tobytes()) if isinstance(thing, np.ndarray) and thing.dtype != object else None
 
 
 def _things(value: Any, depth: int = 8) -> Iterator[Any]:

@@ -411,7 +411,7 @@ def test_the_samples_that_a_stream_has_over_are_said(kind, workers, caplog):
         trainer = fit(module, DataLoader(kind(19), batch_size=2, num_workers=workers), A=2, D=8, max_epochs=2)
     said = [message for message in caplog.messages if "left out of" in message]
     assert trainer.global_step == 8 and len(said) == 1 and said[0].startswith("3 samples") and "4 whole weight updates" in said[0]
-    assert ("SizedStream has is not known" in caplog.text) == (workers == 2)
+    assert ("SizedStream is not known in advance" in caplog.text) == (workers == 2)
 
 
 def test_a_stream_too_short_for_one_update_is_an_error():
@@ -512,7 +512,15 @@ def test_a_hook_may_change_the_batch_only_where_it_is_the_only_one():
         return Sample({0: torch.stack([x for (x,) in rows])})
 
     refusal = "on_train_batch_start of Doubling changes the batch, which is one of the 2 .*on_after_batch"
-    for change, options in ((lambda batch: batch[0].mul_(2), {}), (replaced, {}), (replaced, {"collate_fn": named})):
+
+    def unseen(batch):  # which leaves the tensor's version
+        batch[0].data.mul_(2)
+
+    def by_numpy(batch):
+        numpy.multiply(batch[0].numpy(), 2, out=batch[0].numpy())
+
+    in_place = [(change, {}) for change in (lambda batch: batch[0].mul_(2), unseen, by_numpy)]
+    for change, options in (*in_place, (replaced, {}), (replaced, {"collate_fn": named})):
         module, data = Named(), numbered(4, **options)
         fit(module, data, callbacks=Doubling(change))
         assert module.w.item() == -2 * (0 + 1 + 2 + 3)
