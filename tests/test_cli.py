@@ -6,9 +6,9 @@ import os
 import re
 import resource
 import signal
-import time
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
