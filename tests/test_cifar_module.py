@@ -68,7 +68,7 @@ def test_filters_are_whitened_from_training_images_before_training_and_stay_as_t
     expected = WhiteningConv2d(1, 3)
     expected.fit(data.sample_images(PATCHES_FROM))
     module = CIFARModule(network="whitened", in_channels=1, image_size=28)
-    trainer = make_trainer(max_steps=2, default_root_dir=tmp_path)
+    trainer = make_trainer(max_epochs=1, limit_train_batches=2, default_root_dir=tmp_path)
     trainer.fit(module, datamodule=data)
     assert torch.equal(module.network.whiten.weight, expected.weight)
 
@@ -77,7 +77,8 @@ def test_filters_are_whitened_from_training_images_before_training_and_stay_as_t
     loaded = CIFARModule.load_from_checkpoint(tmp_path / "run.ckpt")
     assert loaded.hparams == module.hparams and torch.equal(loaded.network.whiten.weight, expected.weight)
     other = ImageDataModule(dataset="FASHION-MNIST", synthetic="host", synthetic_samples=64, micro_batch_size=8, validation_split=0)
-    make_trainer(max_steps=3).fit(loaded, datamodule=other, ckpt_path=tmp_path / "run.ckpt")
+    with pytest.warns(UserWarning, match="the training set has 64 samples, but that of the run to be resumed had 2000"):
+        make_trainer(max_epochs=2, limit_train_batches=1).fit(loaded, datamodule=other, ckpt_path=tmp_path / "run.ckpt")
     assert torch.equal(loaded.network.whiten.weight, expected.weight)
     # So do loaded weights that are trained on, and what is fitted twice: all later layers have learned from these filters.
     loaded = CIFARModule.load_from_checkpoint(tmp_path / "run.ckpt")
