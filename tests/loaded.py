@@ -1,7 +1,16 @@
-"""The big libraries, imported as the commands import them: with the garbage collector at rest and, from then on, off what they brought."""
+"""What a script that a test starts has first: the big libraries with the garbage collector off what they brought, and an end of its time.
 
+torchrun's workers outlive an agent that is killed because a test's time is over, so each ends itself.
+"""
+
+import faulthandler
 import gc
+import sys
 
+SECONDS = 400
+
+if "_pytest" not in sys.modules:
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
 gc.disable()
 import lightning_ipu  # noqa: E402, F401
 

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import loaded  # noqa: F401
+
 if __name__ == "__main__":
     for line in Path(sys.argv[1]).read_text().splitlines():
         package, *words = json.loads(line)

@@ -119,7 +119,7 @@ CURVES = {
         {31_250: 0.0625, 31_251: 0.00625, 46_876: 0.000625},
     ),
     "cifar_ipu/configs/keras_cifar10.yaml": (100, 1562, lambda k: 0.01, {0: 0.01, 156_199: 0.01}),
-    "cifar_ipu/configs/estimator_cifar10_2ipus_pipeline.yaml": (150, 390, lambda k: 0.01, {0: 0.01}),
+    "cifar_ipu/configs/estimator_cifar10_2ipus_pipeline.yaml": (150, 390, lambda k: 0.08, {0: 0.08}),
     "cosmoflow_ipu/configs/graphcore.yaml": (30, 10_000, lambda k: 0.5, {0: 0.5}),
     "cosmoflow_ipu/configs/mlperf.yaml": (
         128,
