@@ -46,7 +46,8 @@ def test_several_processes_are_refused_for_a_program_without_a_file_which_could_
     assert done.returncode == 1 and "2 processes cannot be started from standard input" in done.stderr.splitlines()[-1]
     assert "Save the program to a file, start it with torchrun, or use devices=1" in done.stderr.splitlines()[-1]
 
-    check_can_start_again(2)  # this one can: it is a module's
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", sys.__spec__)
+    check_can_start_again(2)  # a module can be run again, whatever the first argument is
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     for name, words in {"-c": "python -c", "/dev/stdin": "/dev/stdin", "/gone/script.py": "/gone/script.py"}.items():
         monkeypatch.setattr(sys, "argv", [name])
