@@ -47,7 +47,8 @@ def own_process(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        warnings.filterwarnings("ignore", category=DeprecationWarning)  # as Python does outside tests
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.filterwarnings("ignore", category=category)  # as Python does outside tests
         yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
