@@ -3,14 +3,14 @@
 torchrun's workers outlive an agent that is killed because a test's time is over, so each ends itself.
 """
 
-import faulthandler
 import gc
+import signal
 import sys
 
 SECONDS = 400
 
 if "_pytest" not in sys.modules:
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    signal.alarm(SECONDS)
 gc.disable()
 import lightning_ipu  # noqa: E402, F401
 

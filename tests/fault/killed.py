@@ -1,11 +1,11 @@
 """`python -m resnet_ipu` with slow writes, so that a kill can be made to fall inside a save: killed.py SECONDS [options]."""
 
-import faulthandler
 import os
+import signal
 import sys
 import time
 
-faulthandler.dump_traceback_later(400, exit=True)  # also where whoever started it has been killed
+signal.alarm(400)  # also where whoever started it has been killed
 LIGHT_START = True  # it loads as the command does
 
 from lightning_ipu import machine  # noqa: E402
