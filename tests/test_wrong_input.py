@@ -119,7 +119,7 @@ def test_numbers_and_paths_that_cannot_be_are_refused(run, words, message):
 
 
 def test_every_option_that_names_a_path_takes_home_directories_and_no_empty_word(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/own")
     for options in (
         resnet.OPTIONS,
         cifar.OPTIONS,
@@ -132,7 +132,7 @@ def test_every_option_that_names_a_path_takes_home_directories_and_no_empty_word
             if option.metavar in ("DIR", "FILE") and option.name != "--config":
                 assert option.type is cli.path, option.name
     assert [cli.path(text) for text in ("~/x", "results", "a b", "null", "1e3", "./y")] == [
-        "/home/me/x", "results", "./a b", "./null", "./1e3", "./y"
+        "/own/x", "results", "./a b", "./null", "./1e3", "./y"
     ]  # fmt: skip
     for text in ("", " "):
         with pytest.raises(cli.argparse.ArgumentTypeError, match="is no path"):
