@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cosmoflow_ipu.universe import CENTRE, REDSHIFTS, SYMBOLS, Universes, power_spectrum, to_physical
-from lightning_ipu.checkpoint import atomic_write
+from lightning_ipu.files import atomic_write
 
 
 def draw_universe(universes: Universes, index: int, *, path: Path) -> None:

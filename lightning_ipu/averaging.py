@@ -21,7 +21,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ipu.checkpoint import atomic_write, read_checkpoint
+from lightning_ipu.files import atomic_write, read_checkpoint
 from lightning_ipu.output import check_writable
 from lightning_ipu.resume import weight_updates_in
 from lightning_ipu.spectral import renewed_vectors, vectors_in

@@ -19,8 +19,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_ipu.averaging import OF_CHECKPOINTS
-from lightning_ipu.checkpoint import link, read_checkpoint
 from lightning_ipu.display import RunDisplay
+from lightning_ipu.files import link, read_checkpoint
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import AgreedStop
 from lightning_ipu.output import MetricsFile

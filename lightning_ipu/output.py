@@ -17,7 +17,7 @@ from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_ipu.checkpoint import atomic_write, named_when_full
+from lightning_ipu.files import atomic_write, named_when_full
 
 try:
     import fcntl

@@ -31,9 +31,9 @@ from rich.console import Console
 from typing_extensions import override
 
 from lightning_ipu import averaging, cli, machine
-from lightning_ipu.checkpoint import atomic_write, read_checkpoint
 from lightning_ipu.configs import COMMAND, quote_strings
 from lightning_ipu.display import RunDisplay, closing_lines, counted, score_table
+from lightning_ipu.files import atomic_write, read_checkpoint
 from lightning_ipu.host_events import EventsPerEpoch
 from lightning_ipu.launcher import Launcher
 from lightning_ipu.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of

@@ -52,7 +52,6 @@ from typing_extensions import override
 
 from lightning_ipu import continuation, machine
 from lightning_ipu.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
-from lightning_ipu.checkpoint import AtomicCheckpointIO, loads_not
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
     EvaluationPipeline,
@@ -66,6 +65,7 @@ from lightning_ipu.engine.distributed import (
     process_groups,
 )
 from lightning_ipu.engine.local import LocalEngine
+from lightning_ipu.files import AtomicCheckpointIO, loads_not
 from lightning_ipu.half import SixteenBit
 from lightning_ipu.host_events import batch_hooks, events_of, validation_interval
 from lightning_ipu.launcher import Launcher, check_can_start_again, let_signals_end

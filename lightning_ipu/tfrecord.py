@@ -22,7 +22,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from lightning_ipu.checkpoint import atomic_write
+from lightning_ipu.files import atomic_write
 from lightning_ipu.fingerprint import fingerprint
 
 _UNPACKING_FAILED: tuple[type[Exception], ...] = (EOFError, OSError, ValueError, zlib.error)

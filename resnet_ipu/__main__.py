@@ -1062,7 +1062,7 @@ def _is_imagenet(arguments: list[str]) -> bool:
     As everywhere, what is typed overrides a configuration, and a configuration overrides a checkpoint.
     """
 
-    from lightning_ipu.checkpoint import read_checkpoint
+    from lightning_ipu.files import read_checkpoint
     from lightning_ipu.lifecycle import SETTINGS, latest_checkpoint
     from lightning_ipu.output import CHECKPOINTS
 

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import DataFileError, DataNotFoundError
-from lightning_ipu.checkpoint import atomic_write
+from lightning_ipu.files import atomic_write
 from lightning_ipu.fingerprint import fingerprint
 from lightning_ipu.randomness import mix, name_word
 from lightning_ipu.tfrecord import TFRecordError, TFRecords, only_bytes, parse_example

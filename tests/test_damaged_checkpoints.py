@@ -7,7 +7,7 @@ import pytest
 import torch
 from runs import Net, classes, loader, make_trainer
 
-from lightning_ipu.checkpoint import read_checkpoint
+from lightning_ipu.files import read_checkpoint
 from resnet_ipu.__main__ import main
 
 

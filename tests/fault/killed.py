@@ -26,7 +26,7 @@ class SlowDisk:
 
 if __name__ == "__main__":
     machine.load("lightning_ipu.run")
-    from lightning_ipu import checkpoint
+    from lightning_ipu import files as checkpoint
 
     checkpoint.os = SlowDisk()
     sys.exit(main(sys.argv[2:]))
