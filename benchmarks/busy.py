@@ -27,7 +27,7 @@ def measure(name: str, seconds: float) -> float:
 
     from cosmoflow_ipu.networks import network as cosmoflow
     from lightning_ipu import machine
-    from lightning_ipu.precision import resolve
+    from lightning_ipu.precision.names import resolve
     from resnet_ipu.networks import resnet
 
     machine.keep_freed_memory()

@@ -26,7 +26,7 @@ def measure(variant: str, size: int, name: str) -> float:
     from cosmoflow_ipu.module import CosmoFlowModule
     from cosmoflow_ipu.networks import network
     from lightning_ipu import machine
-    from lightning_ipu.precision import resolve
+    from lightning_ipu.precision.names import resolve
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_ipu import machine
-from lightning_ipu.half import SixteenBit, stochastic_round_
+from lightning_ipu.precision.sixteen_bit import SixteenBit, stochastic_round_
 
 _LARGEST = 2_000_000
 

@@ -26,7 +26,7 @@ def plain_loop(size: str, batch: int, updates: int) -> float:
 
     from cifar_ipu.data import load_images, random_crop_and_flip, random_words
     from lightning_ipu import machine
-    from lightning_ipu.precision import resolve
+    from lightning_ipu.precision.names import resolve
     from resnet_ipu.networks import resnet
 
     machine.keep_freed_memory()

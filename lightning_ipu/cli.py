@@ -21,7 +21,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_ipu import configs, machine, precision
+from lightning_ipu import configs, machine
+from lightning_ipu.precision import names as precision
 from lightning_ipu.streams import lasting_streams
 from lightning_ipu.words import arranged
 

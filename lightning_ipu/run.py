@@ -48,7 +48,7 @@ from lightning_ipu.output import (
     write_scores,
 )
 from lightning_ipu.plan import Plan
-from lightning_ipu.precision import lightning_precision, precision_name, resolve
+from lightning_ipu.precision.names import lightning_precision, precision_name, resolve
 from lightning_ipu.resume import KEY, check_numbers, weight_updates_in
 from lightning_ipu.slowdown import SlowdownWatch
 from lightning_ipu.strategy import IPUStrategy

@@ -66,12 +66,12 @@ from lightning_ipu.engine.distributed import (
 )
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.files import AtomicCheckpointIO, loads_not
-from lightning_ipu.half import SixteenBit
 from lightning_ipu.host_events import batch_hooks, events_of, validation_interval
 from lightning_ipu.launcher import Launcher, check_can_start_again, let_signals_end
 from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.precision.sixteen_bit import SixteenBit
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
 from lightning_ipu.record import Uses, undisturbed
 from lightning_ipu.resume import (

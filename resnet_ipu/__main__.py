@@ -12,10 +12,11 @@ from argparse import ArgumentTypeError  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli, configs, machine, precision  # noqa: E402
+from lightning_ipu import cli, configs, machine  # noqa: E402
 from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
+from lightning_ipu.precision import names as precision  # noqa: E402
 from lightning_ipu.words import pairs, value_of  # noqa: E402
 from resnet_ipu.keras_names import module_name  # noqa: E402
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ipu import machine, precision
+from lightning_ipu import machine
+from lightning_ipu.precision import names as precision
 
 
 def _tree(root: Path, files: dict[str, str]) -> Path:

@@ -12,7 +12,7 @@ from test_cli import CONFIGS, OF_LIGHTNING, run, settled  # noqa: F401 -- fixtur
 
 from cifar_ipu.data import ImageDataModule
 from lightning_ipu import IPUStrategy, cli, configs
-from lightning_ipu.precision import lightning_precision
+from lightning_ipu.precision.names import lightning_precision
 from resnet_ipu import __main__ as command
 from resnet_ipu import keras_names, networks
 from resnet_ipu.module import ResNetModule

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_ipu import optim, precision
-from lightning_ipu.half import LossScaling, SixteenBit, SixteenBitUpdate, rounding_seed, stochastic_round
+from lightning_ipu import optim
+from lightning_ipu.precision import names as precision
+from lightning_ipu.precision.sixteen_bit import LossScaling, SixteenBit, SixteenBitUpdate, rounding_seed, stochastic_round
 from lightning_ipu.schedule import build_schedule
 
 HALF = (torch.bfloat16, torch.float16)
@@ -133,7 +134,7 @@ def in_groups(network: nn.Module) -> list[dict]:
 
 @pytest.fixture
 def few_at_once(monkeypatch):
-    monkeypatch.setattr("lightning_ipu.half._AT_ONCE", 250)  # so that the small network makes several portions
+    monkeypatch.setattr("lightning_ipu.precision.sixteen_bit._AT_ONCE", 250)  # so that the small network makes several portions
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

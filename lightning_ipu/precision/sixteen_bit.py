@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
-from lightning_ipu.half_layers import prepare
 from lightning_ipu.plan import PlanError
-from lightning_ipu.precision import precision_name, scaling_refusal
+from lightning_ipu.precision.layers import prepare
+from lightning_ipu.precision.names import precision_name, scaling_refusal
 from lightning_ipu.randomness import mix, name_word
 
 __all__ = ["LossScaling", "SixteenBit", "SixteenBitUpdate", "rounding_seed", "stochastic_round", "stochastic_round_"]
