@@ -52,6 +52,9 @@ from typing_extensions import override
 
 from lightning_ipu import continuation, machine
 from lightning_ipu.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
+from lightning_ipu.cutting.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
+from lightning_ipu.cutting.record import Uses, undisturbed
+from lightning_ipu.cutting.stand_ins import is_one_piece
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
     EvaluationPipeline,
@@ -68,12 +71,10 @@ from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.files import AtomicCheckpointIO, loads_not
 from lightning_ipu.host_events import batch_hooks, events_of, validation_interval
 from lightning_ipu.launcher import Launcher, check_can_start_again, let_signals_end
-from lightning_ipu.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.sixteen_bit import SixteenBit
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
-from lightning_ipu.record import Uses, undisturbed
 from lightning_ipu.resume import (
     BATCH_END,
     BATCH_START,
@@ -93,7 +94,6 @@ from lightning_ipu.resume import (
 )
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.stand_ins import is_one_piece
 from lightning_ipu.user_step import (
     LogRecorder,
     SharedMetrics,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cifar_ipu.data import ImageDataModule
 from cifar_ipu.module import PATCHES_FROM, CIFARModule
 from cifar_ipu.networks import WhiteningConv2d
-from lightning_ipu.partition import cut
+from lightning_ipu.cutting.partition import cut
 
 ORIGINAL = {"optimizer": "sgd", "learning_rate": 0.01, "momentum": 0.0, "l2_regularization": 0.0, "schedule": "const"}
 

@@ -22,9 +22,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
+from lightning_ipu.cutting.partition import Partition, cut
 from lightning_ipu.engine.local import LocalEngine, ReplicaBuffers
 from lightning_ipu.engine.pipeline import Kinds, Pipeline, Slice, turns
-from lightning_ipu.partition import Partition, cut
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_ipu.cutting.record import MakeContext, Record, Untraceable, Uses, borrowed, called_as_a_whole, example, flatten, unflatten
 from lightning_ipu.plan import PlanError
-from lightning_ipu.record import MakeContext, Record, Untraceable, Uses, borrowed, called_as_a_whole, example, flatten, unflatten
 
 # ---- Names -------------------------------------------------------------------------------------------------------------------
 

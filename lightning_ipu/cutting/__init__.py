@@ -1,0 +1,1 @@
+"""A network into stages: its forward written down, cut, and balanced by measured cost."""
