@@ -68,6 +68,7 @@ from lightning_ipu.engine.distributed import (
     process_groups,
 )
 from lightning_ipu.engine.local import LocalEngine
+from lightning_ipu.engine.stage import NamedRandomness, Recomputation, recompute_blocks
 from lightning_ipu.files import AtomicCheckpointIO, loads_not
 from lightning_ipu.host_events import batch_hooks, events_of, validation_interval
 from lightning_ipu.launcher import Launcher, check_can_start_again, let_signals_end
@@ -93,7 +94,6 @@ from lightning_ipu.resume import (
     write_position,
 )
 from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
-from lightning_ipu.stage import NamedRandomness, Recomputation, recompute_blocks
 from lightning_ipu.user_step import (
     LogRecorder,
     SharedMetrics,

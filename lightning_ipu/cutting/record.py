@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_ipu.cutting.stand_ins import is_called_otherwise, is_one_piece
+from lightning_ipu.engine.stage import _may_draw
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import drawn_between, host_streams, preserved_streams
-from lightning_ipu.stage import _may_draw
 
 MakeContext = Callable[[], AbstractContextManager]
 

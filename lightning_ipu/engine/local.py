@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ipu.engine.stage import NamedRandomness
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.sixteen_bit import LossScaling
-from lightning_ipu.stage import NamedRandomness
 
 Hook = Callable[..., Any]
 
