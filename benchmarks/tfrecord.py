@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ipu import tfrecord
-from lightning_ipu.tfrecord import TFRecords, encode_example, parse_example, write_tfrecord
+from lightning_ipu.data import tfrecord
+from lightning_ipu.data.tfrecord import TFRecords, encode_example, parse_example, write_tfrecord
 
 
 def rate(records: TFRecords, into: np.ndarray) -> float:

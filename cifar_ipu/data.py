@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cifar_ipu.augment import ImageAugmentation
-from lightning_ipu.fingerprint import fingerprint
+from lightning_ipu.data.fingerprint import fingerprint
 
 PADDING = 4  # pixels of zero border around an image before its random crop, where nothing else is said
 NETWORK_TIMEOUT = 10.0  # seconds without an answer after which a server counts as not there

@@ -55,6 +55,8 @@ from lightning_ipu.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 from lightning_ipu.cutting.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.cutting.record import Uses, undisturbed
 from lightning_ipu.cutting.stand_ins import is_one_piece
+from lightning_ipu.data.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
+from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
     EvaluationPipeline,
@@ -93,7 +95,6 @@ from lightning_ipu.resume import (
     read_position,
     write_position,
 )
-from lightning_ipu.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.user_step import (
     LogRecorder,
     SharedMetrics,
@@ -106,7 +107,6 @@ from lightning_ipu.user_step import (
     unchanged_metrics,
     undone_unless_finished,
 )
-from lightning_ipu.workers import Loader
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}

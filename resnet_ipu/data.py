@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import DataFileError, DataNotFoundError
+from lightning_ipu.data.fingerprint import fingerprint
+from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, only_bytes, parse_example
 from lightning_ipu.files import atomic_write
-from lightning_ipu.fingerprint import fingerprint
 from lightning_ipu.randomness import mix, name_word
-from lightning_ipu.tfrecord import TFRecordError, TFRecords, only_bytes, parse_example
 from resnet_ipu.images import MEAN, STD, UNIFORMS, ImageError, center_crop, decode, half_scale_decoder, training_crop
 
 __all__ = ["MANIFEST", "ImageDataset", "ImageNetDataModule", "class_order", "find_layout", "synset_words"]

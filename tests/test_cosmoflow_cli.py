@@ -16,7 +16,7 @@ import yaml
 from cosmoflow_ipu import __main__ as command
 from cosmoflow_ipu import data, module, networks
 from lightning_ipu import cli
-from lightning_ipu.tfrecord import TFRecords, write_tfrecord
+from lightning_ipu.data.tfrecord import TFRecords, write_tfrecord
 
 CONFIGS = Path(command.__file__).parent / "configs"
 TINY = "--n-train 8 --n-valid 3 --n-epochs 1 --precision 32.32 --conv-size 2 --oversample 1 --micro-batch-size 2".split()

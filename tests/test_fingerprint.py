@@ -8,8 +8,8 @@ from image_tree import encoded, photo
 
 from cifar_ipu.data import ImageDataModule
 from cosmoflow_ipu.data import CosmoFlowDataModule
-from lightning_ipu.fingerprint import fingerprint
-from lightning_ipu.tfrecord import encode_example, write_tfrecord
+from lightning_ipu.data.fingerprint import fingerprint
+from lightning_ipu.data.tfrecord import encode_example, write_tfrecord
 from resnet_ipu.convert import convert
 from resnet_ipu.data import ImageNetDataModule
 

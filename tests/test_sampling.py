@@ -28,9 +28,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lightning_ipu.data.sampling import EvaluationData, HostStep, Shard, TrainingData, epoch_order
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix
-from lightning_ipu.sampling import EvaluationData, HostStep, Shard, TrainingData, epoch_order
 
 
 def streams() -> tuple:

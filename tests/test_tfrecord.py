@@ -10,8 +10,8 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from lightning_ipu import tfrecord
-from lightning_ipu.tfrecord import (
+from lightning_ipu.data import tfrecord
+from lightning_ipu.data.tfrecord import (
     TFRecordError,
     TFRecords,
     encode_example,

@@ -22,8 +22,8 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.files import atomic_write
-from lightning_ipu.fingerprint import fingerprint
 
 _UNPACKING_FAILED: tuple[type[Exception], ...] = (EOFError, OSError, ValueError, zlib.error)
 try:  # unpacks two to three times as fast

@@ -37,9 +37,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ipu.data.workers import Loader
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
-from lightning_ipu.workers import Loader
 
 _ORDER, _SAMPLE, _EVALUATE, _LOADER, _STREAM = (name_word(name) for name in ("order", "sample", "evaluate", "loader", "stream"))
 
