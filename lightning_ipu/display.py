@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from lightning_ipu.host_events import events_of
+from lightning_ipu.loop.events import events_of
 
 __all__ = ["RunDisplay", "closing_lines", "counted", "plan_rows", "plan_table", "score_table"]
 

@@ -21,10 +21,10 @@ from typing_extensions import override
 from lightning_ipu.averaging import OF_CHECKPOINTS
 from lightning_ipu.display import RunDisplay
 from lightning_ipu.files import link, read_checkpoint
-from lightning_ipu.host_events import EventsPerEpoch
-from lightning_ipu.launcher import AgreedStop
+from lightning_ipu.loop.events import EventsPerEpoch
+from lightning_ipu.loop.launcher import AgreedStop
+from lightning_ipu.loop.position import KEY, VALIDATION, weight_updates_in
 from lightning_ipu.output import MetricsFile
-from lightning_ipu.resume import KEY, VALIDATION, weight_updates_in
 
 LAST = "last.ckpt"
 SETTINGS = "command_settings"  # in a checkpoint: precision and data as LightningCLI keys

@@ -34,9 +34,10 @@ from lightning_ipu import averaging, cli, machine
 from lightning_ipu.configs import COMMAND, quote_strings
 from lightning_ipu.display import RunDisplay, closing_lines, counted, score_table
 from lightning_ipu.files import atomic_write, read_checkpoint
-from lightning_ipu.host_events import EventsPerEpoch
-from lightning_ipu.launcher import Launcher
 from lightning_ipu.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
+from lightning_ipu.loop.events import EventsPerEpoch
+from lightning_ipu.loop.launcher import Launcher
+from lightning_ipu.loop.position import KEY, check_numbers, weight_updates_in
 from lightning_ipu.output import (
     CHECKPOINTS,
     CONFIG,
@@ -49,7 +50,6 @@ from lightning_ipu.output import (
 )
 from lightning_ipu.plan import Plan
 from lightning_ipu.precision.names import lightning_precision, precision_name, resolve
-from lightning_ipu.resume import KEY, check_numbers, weight_updates_in
 from lightning_ipu.slowdown import SlowdownWatch
 from lightning_ipu.strategy import IPUStrategy
 from lightning_ipu.words import file_with

@@ -50,7 +50,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_ipu import continuation, machine
+from lightning_ipu import machine
 from lightning_ipu.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 from lightning_ipu.cutting.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.cutting.record import Uses, undisturbed
@@ -72,13 +72,10 @@ from lightning_ipu.engine.distributed import (
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.engine.stage import NamedRandomness, Recomputation, recompute_blocks
 from lightning_ipu.files import AtomicCheckpointIO, loads_not
-from lightning_ipu.host_events import batch_hooks, events_of, validation_interval
-from lightning_ipu.launcher import Launcher, check_can_start_again, let_signals_end
-from lightning_ipu.placement import Placement
-from lightning_ipu.plan import Plan, PlanError
-from lightning_ipu.precision.sixteen_bit import SixteenBit
-from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
-from lightning_ipu.resume import (
+from lightning_ipu.loop import continuation
+from lightning_ipu.loop.events import batch_hooks, events_of, validation_interval
+from lightning_ipu.loop.launcher import Launcher, check_can_start_again, let_signals_end
+from lightning_ipu.loop.position import (
     BATCH_END,
     BATCH_START,
     EPOCH_END,
@@ -95,7 +92,7 @@ from lightning_ipu.resume import (
     read_position,
     write_position,
 )
-from lightning_ipu.user_step import (
+from lightning_ipu.loop.user_step import (
     LogRecorder,
     SharedMetrics,
     contents,
@@ -107,6 +104,10 @@ from lightning_ipu.user_step import (
     unchanged_metrics,
     undone_unless_finished,
 )
+from lightning_ipu.placement import Placement
+from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.precision.sixteen_bit import SixteenBit
+from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}

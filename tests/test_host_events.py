@@ -8,7 +8,7 @@ from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint, We
 from runs import Net, classes, csv_logger, csv_rows, fit, loader
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
-from lightning_ipu.host_events import EventsPerEpoch, HostEvents, nearest_divisor, updates_between
+from lightning_ipu.loop.events import EventsPerEpoch, HostEvents, nearest_divisor, updates_between
 
 
 def host_steps(events: HostEvents, updates: int) -> list[int]:

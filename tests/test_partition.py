@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_ipu.cutting.partition import balanced_splits, check_num_stages, check_splits, choose_cuts, cut
 from lightning_ipu.engine.stage import NamedRandomness, Recomputation
+from lightning_ipu.loop.user_step import LogRecorder
 from lightning_ipu.plan import PlanError
-from lightning_ipu.user_step import LogRecorder
 from resnet_ipu.module import ResNetModule
 from resnet_ipu.networks import resnet
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ipu.launcher import check_can_start_again
+from lightning_ipu.loop.launcher import check_can_start_again
 from lightning_ipu.placement import Placement, legal_process_counts
 from lightning_ipu.plan import Plan, PlanError
 

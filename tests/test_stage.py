@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ipu.engine.stage import NamedRandomness, Recomputation, recompute_blocks
+from lightning_ipu.loop.user_step import LogRecorder
 from lightning_ipu.plan import PlanError
-from lightning_ipu.user_step import LogRecorder
 
 CPU = torch.device("cpu")
 

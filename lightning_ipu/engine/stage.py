@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
 from lightning_ipu.cutting.stand_ins import StandIns, called_modules, is_one_piece
+from lightning_ipu.loop.user_step import LogRecorder, metrics_of, unchanged_metrics
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import (
     drawn_between,
@@ -30,7 +31,6 @@ from lightning_ipu.randomness import (
     set_torch_streams,
     torch_streams,
 )
-from lightning_ipu.user_step import LogRecorder, metrics_of, unchanged_metrics
 
 _STEP, _AFTER, _UPDATE, _HOOK = (name_word(name) for name in ("step", "after the forward", "update", "hook"))
 

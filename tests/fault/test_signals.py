@@ -25,7 +25,7 @@ def test_a_process_that_waits_for_others_says_so_and_is_not_deaf(tmp_path):
         port = str(found.getsockname()[1])
     as_torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     impatient = (
-        "import runpy; from lightning_ipu import launcher; launcher.LONG_WAIT = 1; runpy.run_module('resnet_ipu', run_name='__main__')"
+        "import runpy; from lightning_ipu.loop import launcher; launcher.LONG_WAIT = 1; runpy.run_module('resnet_ipu', run_name='__main__')"
     )
     process = start(tmp_path, module=["-c", impatient], **as_torchrun, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     threading.Timer(60, process.kill).start()

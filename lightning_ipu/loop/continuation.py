@@ -23,7 +23,7 @@ from pytorch_lightning.loops.training_epoch_loop import RestartStage as BatchSta
 from pytorch_lightning.trainer import call
 from torch.utils._pytree import tree_flatten
 
-from lightning_ipu.resume import BATCH_END, EPOCH_END, EPOCH_START, VALIDATION, VALIDATION_END, Hook, Position
+from lightning_ipu.loop.position import BATCH_END, EPOCH_END, EPOCH_START, VALIDATION, VALIDATION_END, Hook, Position
 
 _SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")  # of Lightning's logger connector
 _SAVED_LAST = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")  # of ModelCheckpoint, beside its state

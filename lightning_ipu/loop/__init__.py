@@ -1,0 +1,1 @@
+"""Lightning's loop under this strategy: logs, counters, events, the position of a run, the launcher."""
