@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from cifar_ipu.networks import NETWORKS, WhiteningConv2d
-from lightning_ipu.classifier import ImageClassifier
+from lightning_ipu.recipe.classifier import ImageClassifier
 
 PATCHES_FROM = 5_000  # training images whose patches are whitened
 

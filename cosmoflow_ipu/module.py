@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from cosmoflow_ipu.networks import network as build_network
 from cosmoflow_ipu.universe import CENTRE, PARAMETERS, SYMBOLS, to_physical
-from lightning_ipu.classifier import at_least_float32, updates_per_epoch
-from lightning_ipu.schedule import build_schedule, check_schedule
+from lightning_ipu.recipe.classifier import at_least_float32, updates_per_epoch
+from lightning_ipu.recipe.schedules import build_schedule, check_schedule
 
 Batch = tuple[Tensor, Tensor]  # counts [batch, channels, size, size, size] int16; targets [batch, 4] from -1 to 1
 

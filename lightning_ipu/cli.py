@@ -506,7 +506,7 @@ def average(words: Sequence[str], *, prog: str, version: Callable[[], str]) -> i
             raise UsageError(f"--weight-avg-exp-decay {decay:g} needs --weight-avg-strategy exponential")
         if (count := given.get("weight_avg_N", -1)) < 1 and count != -1:
             raise UsageError(f"--weight-avg-N {count} must be at least 1, or -1 for all")
-        from lightning_ipu.averaging import write_average
+        from lightning_ipu.recipe.averaging import write_average
 
         print(write_average(given))
     except (ValueError, OSError) as error:  # UsageError is one

@@ -30,7 +30,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_ipu import averaging, cli, machine
+from lightning_ipu import cli, machine
 from lightning_ipu.configs import COMMAND, quote_strings
 from lightning_ipu.display import RunDisplay, closing_lines, counted, score_table
 from lightning_ipu.files import atomic_write, read_checkpoint
@@ -50,6 +50,7 @@ from lightning_ipu.output import (
 )
 from lightning_ipu.plan import Plan
 from lightning_ipu.precision.names import lightning_precision, precision_name, resolve
+from lightning_ipu.recipe import averaging
 from lightning_ipu.slowdown import SlowdownWatch
 from lightning_ipu.strategy import IPUStrategy
 from lightning_ipu.words import file_with

@@ -51,7 +51,6 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ipu import machine
-from lightning_ipu.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 from lightning_ipu.cutting.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
 from lightning_ipu.cutting.record import Uses, undisturbed
 from lightning_ipu.cutting.stand_ins import is_one_piece
@@ -108,6 +107,7 @@ from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.sixteen_bit import SixteenBit
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
+from lightning_ipu.recipe.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}

@@ -821,7 +821,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     if given.get("ema", 0) >= 1:
         raise UsageError(f"--ema {given['ema']:g} must be below 1, such as 0.999")
     if "ema" in given:
-        average = {"class_path": "lightning_ipu.averaging.AveragedWeights", "init_args": {"decay": given["ema"]}}
+        average = {"class_path": "lightning_ipu.recipe.averaging.AveragedWeights", "init_args": {"decay": given["ema"]}}
         settings.setdefault("trainer.callbacks", []).append(average)
     if given.get("training", True):
         settings["then_validate"] = True

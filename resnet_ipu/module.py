@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ipu.classifier import Batch, ImageClassifier
 from lightning_ipu.files import named_when_damaged
+from lightning_ipu.recipe.classifier import Batch, ImageClassifier
 from resnet_ipu.augment import Mixing
 from resnet_ipu.networks import ToyModel, resnet
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 from lightning_ipu import PlanError, cli
-from lightning_ipu.averaging import AVERAGE, OF_CHECKPOINTS, TRAINED, AveragedWeights, average_checkpoints
 from lightning_ipu.lifecycle import latest_checkpoint
+from lightning_ipu.recipe.averaging import AVERAGE, OF_CHECKPOINTS, TRAINED, AveragedWeights, average_checkpoints
 
 
 def normed() -> Net:

@@ -15,7 +15,7 @@ from cifar_ipu import __main__ as command
 from cifar_ipu import networks
 from cifar_ipu.data import ImageDataModule
 from lightning_ipu import cli
-from lightning_ipu.optim import OPTIMIZERS
+from lightning_ipu.recipe.optimizers import OPTIMIZERS
 
 CONFIGS = Path(command.__file__).parent / "configs"
 # Every option of the two original programs; each is honoured.

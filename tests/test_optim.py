@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ipu.optim import LARS, OPTIMIZERS, SGD, build_optimizer, check_optimizer, parameter_groups
+from lightning_ipu.recipe.optimizers import LARS, OPTIMIZERS, SGD, build_optimizer, check_optimizer, parameter_groups
 
 LR, DECAY, L2 = 0.05, 0.3, 0.2
 BETA1, BETA2, ALPHA = 0.9, 0.999, 0.99

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_ipu import optim
 from lightning_ipu.precision import names as precision
 from lightning_ipu.precision.sixteen_bit import LossScaling, SixteenBit, SixteenBitUpdate, rounding_seed, stochastic_round
-from lightning_ipu.schedule import build_schedule
+from lightning_ipu.recipe import optimizers as optim
+from lightning_ipu.recipe.schedules import build_schedule
 
 HALF = (torch.bfloat16, torch.float16)
 

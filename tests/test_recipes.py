@@ -11,7 +11,7 @@ from test_named_configs import part, settings_of
 from torchvision.transforms import v2
 
 import resnet_ipu
-from lightning_ipu.schedule import build_schedule
+from lightning_ipu.recipe.schedules import build_schedule
 from resnet_ipu.data import ImageNetDataModule
 
 IMAGES, CUBES = 1_281_167, 524_288  # to train on in ImageNet and in CosmoFlow's second data set

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ipu.classifier import ImageClassifier
-from lightning_ipu.optim import LARS, OPTIMIZERS, parameter_groups
-from lightning_ipu.schedule import SCHEDULES, WARMUP_MODES, cosine, linear, stepped
+from lightning_ipu.recipe.classifier import ImageClassifier
+from lightning_ipu.recipe.optimizers import LARS, OPTIMIZERS, parameter_groups
+from lightning_ipu.recipe.schedules import SCHEDULES, WARMUP_MODES, cosine, linear, stepped
 from resnet_ipu.module import ResNetModule
 from resnet_ipu.networks import NORMS, SHORTCUT_TYPES, STEMS, resnet
 

@@ -17,7 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ipu.output import MetricsFile
 from lightning_ipu.plan import PlanError
-from lightning_ipu.schedule import build_schedule
+from lightning_ipu.recipe.schedules import build_schedule
 
 HOOKS = {
     "on_train_batch_start": "exact",

@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from lightning_ipu.schedule import SCHEDULES, build_schedule, check_schedule, constant, cosine, exponential, linear, polynomial, stepped
+from lightning_ipu.recipe.schedules import (
+    SCHEDULES,
+    build_schedule,
+    check_schedule,
+    constant,
+    cosine,
+    exponential,
+    linear,
+    polynomial,
+    stepped,
+)
 
 TOTALS = (1, 2, 3, 7, 20, 101)
 

@@ -7,7 +7,7 @@ import pytorch_lightning as pl
 from runs import make_trainer
 
 from cifar_ipu.data import ImageDataModule
-from lightning_ipu.averaging import TRAINED, AveragedWeights
+from lightning_ipu.recipe.averaging import TRAINED, AveragedWeights
 from resnet_ipu.module import ResNetModule
 
 

@@ -22,7 +22,7 @@ from runs import difference, loader, make_trainer, weights
 from torch.nn import functional as F
 
 from lightning_ipu import machine
-from lightning_ipu.averaging import TRAINED
+from lightning_ipu.recipe.averaging import TRAINED
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_ipu.optim import build_optimizer, check_optimizer
-from lightning_ipu.schedule import build_schedule, check_schedule
+from lightning_ipu.recipe.optimizers import build_optimizer, check_optimizer
+from lightning_ipu.recipe.schedules import build_schedule, check_schedule
 
 Batch = tuple[Tensor, Tensor]  # images [batch, channels, height, width], normalised; labels [batch]
 

@@ -1,0 +1,1 @@
+"""What a recipe is made of: optimizers, schedules in weight updates, the classifier, averages of weights."""
