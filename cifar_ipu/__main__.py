@@ -12,13 +12,13 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli  # noqa: E402
-from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.command import cli  # noqa: E402
+from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 
 if TYPE_CHECKING:
-    from lightning_ipu.run import CommandLine
+    from lightning_ipu.command.run import CommandLine
 
 CONFIGS = Path(__file__).parent / "configs"
 DATA_SETS = ("CIFAR-10", "CIFAR-100", "MNIST", "FASHION-MNIST", "SAMPLE")
@@ -173,7 +173,7 @@ def settle(given: dict[str, Any]) -> list[str]:
             raise UsageError("--generated-data and --dataset SAMPLE exclude each other: the sample is real images")
         settings |= {"data.synthetic": "host", "data.augment": False}
     if "profile" in given:
-        settings["trainer.callbacks"] = [{"class_path": "lightning_ipu.profiling.ProfileReports"}]
+        settings["trainer.callbacks"] = [{"class_path": "lightning_ipu.command.profiling.ProfileReports"}]
     return cli.lightning_arguments(settings)
 
 
@@ -274,7 +274,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
 
     from cifar_ipu.data import ImageDataModule
     from cifar_ipu.module import CIFARModule
-    from lightning_ipu.run import Command, run_command
+    from lightning_ipu.command.run import Command, run_command
 
     epochs = EPOCHS_IN_A_HURRY if given.get("recipe") == "fast" else EPOCHS[given.get("network", "keras")]
     command = Command(

@@ -13,14 +13,17 @@ from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli, configs  # noqa: E402
-from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.command import (
+    cli,  # noqa: E402
+    configs,  # noqa: E402
+)
+from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.command.words import value_of  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
-from lightning_ipu.words import value_of  # noqa: E402
 
 if TYPE_CHECKING:
-    from lightning_ipu.run import CommandLine
+    from lightning_ipu.command.run import CommandLine
 
 NETWORKS = ("cosmoflow", "cosmoflow-mlperf", "cosmoflow-v1", "resnet")
 ACTIVATIONS = ("LeakyReLU", "ReLU", "ELU", "SELU", "Softplus", "Sigmoid", "Tanh")
@@ -244,7 +247,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
     from cosmoflow_ipu.data import CosmoFlowDataModule
     from cosmoflow_ipu.module import CosmoFlowModule
-    from lightning_ipu.run import Command, run_command
+    from lightning_ipu.command.run import Command, run_command
 
     command = Command(
         prog="cosmoflow_ipu",
@@ -314,7 +317,7 @@ def _show(given: dict[str, Any]) -> int:
     """Draw a simulated universe."""
     from cosmoflow_ipu.pictures import draw_universe
     from cosmoflow_ipu.universe import Universes
-    from lightning_ipu.output import check_writable
+    from lightning_ipu.command.output import check_writable
 
     options = _data_options({"cells": 64, **given}, SHOW_OPTIONS)
     universes = Universes(**{"voxel_size": 4.0, "oversample": 2, "spread": 0.3, "seed": given.get("seed", 0), **options})

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cosmoflow_ipu.universe import PARAMETERS, REDSHIFTS, Universes, cut
 from lightning_ipu import machine
+from lightning_ipu.command.output import write_atomically
 from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, encode_example, only_bytes, only_floats, parse_example, write_tfrecord
-from lightning_ipu.output import write_atomically
 from lightning_ipu.randomness import mix, name_word
 
 CHANNELS = len(REDSHIFTS)  # in every file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from cosmoflow_ipu.data import reading_rates
-from lightning_ipu.run import CommandLine
+from lightning_ipu.command.run import CommandLine
 
 
 class DataBenchmark(CommandLine):

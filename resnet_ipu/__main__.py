@@ -12,16 +12,20 @@ from argparse import ArgumentTypeError  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu import cli, configs, machine  # noqa: E402
-from lightning_ipu.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu import machine  # noqa: E402
+from lightning_ipu.command import (
+    cli,  # noqa: E402
+    configs,  # noqa: E402
+)
+from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.command.words import pairs, value_of  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 from lightning_ipu.precision import names as precision  # noqa: E402
-from lightning_ipu.words import pairs, value_of  # noqa: E402
 from resnet_ipu.keras_names import module_name  # noqa: E402
 
 if TYPE_CHECKING:
-    from lightning_ipu.run import CommandLine
+    from lightning_ipu.command.run import CommandLine
 
 CIFAR_SIZES = ("8", "14", "20", "32", "44", "56", "110")
 IMAGENET_SIZES = ("18", "34", "50", "101", "152", "x50", "x101")
@@ -1025,7 +1029,7 @@ def _divisors(number: int) -> str:
 def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
     from cifar_ipu.data import ImageDataModule
-    from lightning_ipu.run import Command, run_command
+    from lightning_ipu.command.run import Command, run_command
     from resnet_ipu.data import ImageNetDataModule
     from resnet_ipu.module import ResNetModule
 
@@ -1063,9 +1067,9 @@ def _is_imagenet(arguments: list[str]) -> bool:
     As everywhere, what is typed overrides a configuration, and a configuration overrides a checkpoint.
     """
 
+    from lightning_ipu.command.lifecycle import SETTINGS, latest_checkpoint
+    from lightning_ipu.command.output import CHECKPOINTS
     from lightning_ipu.files import read_checkpoint
-    from lightning_ipu.lifecycle import SETTINGS, latest_checkpoint
-    from lightning_ipu.output import CHECKPOINTS
 
     words = dict(pairs(arguments))
     said, directory = value_of(arguments, "data", "dataset"), value_of(arguments, "trainer", "default_root_dir")
@@ -1133,7 +1137,7 @@ goes on."""
         given = cli.parse(rest, parser=parser, options=CONVERT_OPTIONS)
         if len(places) < 2 or not all(place.strip() for place in places):
             raise UsageError("give the folder to read and the one to write to: resnet_ipu convert SRC DST")
-        from lightning_ipu.run import keep_quiet
+        from lightning_ipu.command.run import keep_quiet
         from resnet_ipu.convert import convert
 
         shards = {"train": given.get("train_shards"), "validation": given.get("validation_shards")}

@@ -12,8 +12,8 @@ from pytorch_lightning import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_ipu.command.run import CommandLine
 from lightning_ipu.data.sampling import Shard, TrainingData
-from lightning_ipu.run import CommandLine
 
 __all__ = ["DataBenchmark", "loader_rate", "network_rate"]
 

@@ -11,8 +11,9 @@ from runs import Net, blocks, classes, equal_states, fit, loader, make_trainer
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-from lightning_ipu import PlanError, cli
-from lightning_ipu.lifecycle import latest_checkpoint
+from lightning_ipu import PlanError
+from lightning_ipu.command import cli
+from lightning_ipu.command.lifecycle import latest_checkpoint
 from lightning_ipu.recipe.averaging import AVERAGE, OF_CHECKPOINTS, TRAINED, AveragedWeights, average_checkpoints
 
 

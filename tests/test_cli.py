@@ -18,7 +18,7 @@ import torch
 import yaml
 from image_tree import make_tree
 
-from lightning_ipu import cli
+from lightning_ipu.command import cli
 from resnet_ipu import __main__ as command
 from resnet_ipu import networks
 
@@ -415,8 +415,8 @@ def test_settings_that_fail_later_are_one_line_as_well(run):
 
 
 def test_only_errors_raised_on_purpose_lose_their_traceback():
+    from lightning_ipu.command.run import _is_meant_for_people
     from lightning_ipu.plan import PlanError
-    from lightning_ipu.run import _is_meant_for_people
 
     def caught(action) -> Exception:
         try:

@@ -15,7 +15,7 @@ import yaml
 
 from cosmoflow_ipu import __main__ as command
 from cosmoflow_ipu import data, module, networks
-from lightning_ipu import cli
+from lightning_ipu.command import cli
 from lightning_ipu.data.tfrecord import TFRecords, write_tfrecord
 
 CONFIGS = Path(command.__file__).parent / "configs"

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ipu import display
-from lightning_ipu.display import RunDisplay, closing_lines
-from lightning_ipu.output import MetricsFile, OutputDirectory, OutputDirectoryError, write_atomically, write_scores
+from lightning_ipu.command import display
+from lightning_ipu.command.display import RunDisplay, closing_lines
+from lightning_ipu.command.output import MetricsFile, OutputDirectory, OutputDirectoryError, write_atomically, write_scores
 from lightning_ipu.strategy import IPUStrategy
 
 
@@ -255,7 +255,7 @@ def test_an_earlier_run_is_moved_aside_and_other_files_stay(tmp_path):
 
 
 def test_a_directory_in_use_by_a_live_process_is_refused_and_free_after_its_end(tmp_path):
-    script = "LIGHT_START = True; import sys; from lightning_ipu.output import OutputDirectory; o = OutputDirectory(sys.argv[1]); o.begin(); print('held', flush=True); input()"
+    script = "LIGHT_START = True; import sys; from lightning_ipu.command.output import OutputDirectory; o = OutputDirectory(sys.argv[1]); o.begin(); print('held', flush=True); input()"
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"

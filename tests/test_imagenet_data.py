@@ -24,8 +24,8 @@ from runs import make_trainer
 from torchvision.transforms import v2
 
 from cifar_ipu.data import DataFileError, DataNotFoundError
+from lightning_ipu.command.run import keep_quiet
 from lightning_ipu.data.tfrecord import TFRecordError, encode_example, write_tfrecord
-from lightning_ipu.run import keep_quiet
 from resnet_ipu import __main__ as command
 from resnet_ipu import data
 from resnet_ipu.data import ImageNetDataModule

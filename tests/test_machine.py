@@ -256,7 +256,7 @@ def test_precision_names_are_settled_or_refused_by_name():
 
 _SPINNING = """
 import os, subprocess, sys
-from lightning_ipu import cli
+from lightning_ipu.command import cli
 print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
 def start(words, given):
     print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))

@@ -11,7 +11,8 @@ from runs import QUIET
 from test_cli import CONFIGS, OF_LIGHTNING, run, settled  # noqa: F401 -- fixtures
 
 from cifar_ipu.data import ImageDataModule
-from lightning_ipu import IPUStrategy, cli, configs
+from lightning_ipu import IPUStrategy
+from lightning_ipu.command import cli, configs
 from lightning_ipu.precision.names import lightning_precision
 from resnet_ipu import __main__ as command
 from resnet_ipu import keras_names, networks

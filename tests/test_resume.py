@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_ipu.output import MetricsFile
+from lightning_ipu.command.output import MetricsFile
 from lightning_ipu.plan import PlanError
 from lightning_ipu.recipe.schedules import build_schedule
 

@@ -10,7 +10,7 @@ import warnings
 import pytest
 from runs import Ledger, fit, loader
 
-from lightning_ipu.slowdown import SlowdownWatch, Usage, explanation
+from lightning_ipu.command.slowdown import SlowdownWatch, Usage, explanation
 
 
 class Slows(Ledger):
@@ -53,7 +53,7 @@ while time.monotonic() < end: pass
 _MEASURED = """
 import os, time
 os.sched_setaffinity(0, {int(os.environ["CORE"])})
-from lightning_ipu.slowdown import Usage
+from lightning_ipu.command.slowdown import Usage
 before, end = Usage.now(0), time.monotonic() + 0.5
 while time.monotonic() < end: pass
 used = Usage.now(0).since(before)

@@ -11,8 +11,8 @@ from image_tree import make_tree
 
 from cifar_ipu import __main__ as cifar
 from cosmoflow_ipu import __main__ as cosmoflow
-from lightning_ipu import configs
-from lightning_ipu.words import arranged, value_of
+from lightning_ipu.command import configs
+from lightning_ipu.command.words import arranged, value_of
 from resnet_ipu import __main__ as resnet
 
 pytestmark = pytest.mark.usefixtures("own_process")

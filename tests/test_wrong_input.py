@@ -13,7 +13,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from cifar_ipu import __main__ as cifar
 from cosmoflow_ipu import __main__ as cosmoflow
-from lightning_ipu import cli
+from lightning_ipu.command import cli
 from resnet_ipu import __main__ as resnet
 
 pytestmark = pytest.mark.usefixtures("own_process")

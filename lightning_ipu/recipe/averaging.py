@@ -21,9 +21,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ipu.command.output import check_writable
 from lightning_ipu.files import atomic_write, read_checkpoint
 from lightning_ipu.loop.position import weight_updates_in
-from lightning_ipu.output import check_writable
 from lightning_ipu.recipe.spectral import renewed_vectors, vectors_in
 
 __all__ = ["AVERAGE", "KEPT", "OF_CHECKPOINTS", "TRAINED", "AveragedWeights", "average_checkpoints", "description", "kept_buffers"]

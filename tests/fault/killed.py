@@ -25,7 +25,7 @@ class SlowDisk:
 
 
 if __name__ == "__main__":
-    machine.load("lightning_ipu.run")
+    machine.load("lightning_ipu.command.run")
     from lightning_ipu import files as checkpoint
 
     checkpoint.os = SlowDisk()

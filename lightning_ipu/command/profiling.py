@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import Callback
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
-from lightning_ipu.output import EVAL_REPORT, TRAIN_REPORT, free_name, write_atomically
+from lightning_ipu.command.output import EVAL_REPORT, TRAIN_REPORT, free_name, write_atomically
 
 EVALUATION_BATCHES = 10
 ROWS = 40

@@ -21,10 +21,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_ipu import configs, machine
+from lightning_ipu import machine
+from lightning_ipu.command import configs
+from lightning_ipu.command.streams import lasting_streams
+from lightning_ipu.command.words import arranged
 from lightning_ipu.precision import names as precision
-from lightning_ipu.streams import lasting_streams
-from lightning_ipu.words import arranged
 
 __all__ = [
     "AVERAGE_OPTIONS",
@@ -559,7 +560,7 @@ def main(
         streams.begin_run()
         try:
             machine.bound_spinning()
-            machine.load("lightning_ipu.run")
+            machine.load("lightning_ipu.command.run")
             return start(lightning, given=given) or streams.status
         except KeyboardInterrupt:  # while torch was being loaded; later on a handler of signals takes over
             return 130

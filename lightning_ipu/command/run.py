@@ -30,15 +30,12 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from typing_extensions import override
 
-from lightning_ipu import cli, machine
-from lightning_ipu.configs import COMMAND, quote_strings
-from lightning_ipu.display import RunDisplay, closing_lines, counted, score_table
-from lightning_ipu.files import atomic_write, read_checkpoint
-from lightning_ipu.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
-from lightning_ipu.loop.events import EventsPerEpoch
-from lightning_ipu.loop.launcher import Launcher
-from lightning_ipu.loop.position import KEY, check_numbers, weight_updates_in
-from lightning_ipu.output import (
+from lightning_ipu import machine
+from lightning_ipu.command import cli
+from lightning_ipu.command.configs import COMMAND, quote_strings
+from lightning_ipu.command.display import RunDisplay, closing_lines, counted, score_table
+from lightning_ipu.command.lifecycle import LAST, SETTINGS, BestCheckpoint, RunCheckpoints, SignalHandler, latest_checkpoint, stages_of
+from lightning_ipu.command.output import (
     CHECKPOINTS,
     CONFIG,
     MetricsFile,
@@ -48,12 +45,16 @@ from lightning_ipu.output import (
     write_atomically,
     write_scores,
 )
+from lightning_ipu.command.slowdown import SlowdownWatch
+from lightning_ipu.command.words import file_with
+from lightning_ipu.files import atomic_write, read_checkpoint
+from lightning_ipu.loop.events import EventsPerEpoch
+from lightning_ipu.loop.launcher import Launcher
+from lightning_ipu.loop.position import KEY, check_numbers, weight_updates_in
 from lightning_ipu.plan import Plan
 from lightning_ipu.precision.names import lightning_precision, precision_name, resolve
 from lightning_ipu.recipe import averaging
-from lightning_ipu.slowdown import SlowdownWatch
 from lightning_ipu.strategy import IPUStrategy
-from lightning_ipu.words import file_with
 
 __all__ = ["Command", "CommandLine", "keep_quiet", "run_command"]
 

@@ -18,12 +18,12 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_ipu.display import RunDisplay
+from lightning_ipu.command.display import RunDisplay
+from lightning_ipu.command.output import MetricsFile
 from lightning_ipu.files import link, read_checkpoint
 from lightning_ipu.loop.events import EventsPerEpoch
 from lightning_ipu.loop.launcher import AgreedStop
 from lightning_ipu.loop.position import KEY, VALIDATION, weight_updates_in
-from lightning_ipu.output import MetricsFile
 from lightning_ipu.recipe.averaging import OF_CHECKPOINTS
 
 LAST = "last.ckpt"

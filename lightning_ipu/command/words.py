@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ipu import configs
+from lightning_ipu.command import configs
 
 _SECTIONS = ("model", "data", "trainer", "checkpoint", "events", "machine")  # --data FILE gives a whole section
 
