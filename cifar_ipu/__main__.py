@@ -173,7 +173,7 @@ def settle(given: dict[str, Any]) -> list[str]:
             raise UsageError("--generated-data and --dataset SAMPLE exclude each other: the sample is real images")
         settings |= {"data.synthetic": "host", "data.augment": False}
     if "profile" in given:
-        settings["trainer.callbacks"] = [{"class_path": "lightning_ipu.command.profiling.ProfileReports"}]
+        settings["trainer.callbacks"] = [{"class_path": "lightning_ipu.ProfileReports"}]
     return cli.lightning_arguments(settings)
 
 

@@ -13,10 +13,7 @@ from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu.command import (
-    cli,  # noqa: E402
-    configs,  # noqa: E402
-)
+from lightning_ipu.command import cli, configs  # noqa: E402
 from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.command.words import value_of  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402

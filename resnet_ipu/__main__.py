@@ -13,10 +13,7 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from lightning_ipu import machine  # noqa: E402
-from lightning_ipu.command import (
-    cli,  # noqa: E402
-    configs,  # noqa: E402
-)
+from lightning_ipu.command import cli, configs  # noqa: E402
 from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
 from lightning_ipu.command.words import pairs, value_of  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
@@ -825,7 +822,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     if given.get("ema", 0) >= 1:
         raise UsageError(f"--ema {given['ema']:g} must be below 1, such as 0.999")
     if "ema" in given:
-        average = {"class_path": "lightning_ipu.recipe.averaging.AveragedWeights", "init_args": {"decay": given["ema"]}}
+        average = {"class_path": "lightning_ipu.AveragedWeights", "init_args": {"decay": given["ema"]}}
         settings.setdefault("trainer.callbacks", []).append(average)
     if given.get("training", True):
         settings["then_validate"] = True

@@ -188,7 +188,7 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert strategy["pipeline_splits"] == ["network.conv3", "network.dense1"] and strategy["pipeline_schedule"] == "Grouped"
     assert (config["precision"], config["seed_everything"], config["epochs"]) == ("32", 7, 2.5)
     assert (trainer["accelerator"], trainer["default_root_dir"], trainer["log_every_n_steps"]) == ("cpu", "o", 3)
-    assert trainer["callbacks"][0]["class_path"] == "lightning_ipu.command.profiling.ProfileReports"
+    assert trainer["callbacks"][0]["class_path"] == "lightning_ipu.ProfileReports"
     assert (config["log_interval"], config["checkpoint_every"], config["keep_last"]) == (2.0, 9, 2)
     assert config["machine"] == {"threads": 1, "keep_freed_memory": False} and strategy["bind_cores"] is False
 

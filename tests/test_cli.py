@@ -222,7 +222,7 @@ def test_every_setting_of_the_short_form_is_one_of_the_long_form(run):
     assert (model["mixup"], model["cutmix"], model["pretrained"]) == (0.2, 1.0, "resnet50.pth")
     assert (config["data"]["auto_augment"], config["data"]["color_jitter"], config["data"]["random_erasing"]) == ("randaugment", 0.4, 0.1)
     (average,) = config["trainer"]["callbacks"]
-    assert average["class_path"] == "lightning_ipu.recipe.averaging.AveragedWeights" and average["init_args"]["decay"] == 0.99
+    assert average["class_path"] == "lightning_ipu.AveragedWeights" and average["init_args"]["decay"] == 0.99
     assert float(settled("--loss-scaling", "128")["trainer.strategy.loss_scaling"]) == 128
 
 
