@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cifar_ipu.augment import ImageAugmentation
+from lightning_ipu import machine
 from lightning_ipu.data.fingerprint import fingerprint
 
 PADDING = 4  # pixels of zero border around an image before its random crop, where nothing else is said
@@ -779,6 +780,7 @@ class ImageDataModule(pl.LightningDataModule):
                 raise ValueError(f"{option}: {value} is not possible; at least 1 is")
         if num_workers < 0:
             raise ValueError(f"num_workers: {num_workers} is not possible; 0 loads in the training process")
+        machine.check_processes(num_workers, "num_workers")
         if crop_padding < 0:
             raise ValueError(f"crop_padding: {crop_padding} is not possible; 0 does not crop")
         if scaling not in ("standard", "unit"):

@@ -217,6 +217,8 @@ def _settle_data(given: dict[str, Any], settings: dict[str, Any], *, configured:
         raise UsageError("--dataset tfrecord needs --data-dir DIR, the folder of the files")
     if dataset is not None:
         settings["data.dataset"] = dataset
+    if given.get("on_bad_record") == "skip" and ("output_dir" in given or not configured):
+        settings["data.index_dir"] = cli.output_directory(given)
     if "no_augmentation" not in given and not configured:
         settings["data.augment"] = dataset != "dummy"
     if "seed" in given or not configured:

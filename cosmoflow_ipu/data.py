@@ -34,6 +34,7 @@ from cosmoflow_ipu.universe import PARAMETERS, REDSHIFTS, Universes, cut
 from lightning_ipu import machine
 from lightning_ipu.command.output import write_atomically
 from lightning_ipu.data.fingerprint import fingerprint
+from lightning_ipu.data.index import Index
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, encode_example, only_bytes, only_floats, parse_example, write_tfrecord
 from lightning_ipu.randomness import mix, name_word
 
@@ -73,6 +74,7 @@ def write_universes(
         CosmoDataError: a folder that holds universes of another family or cut.
         OSError: a file that cannot be written.
     """
+    machine.check_processes(workers or 0, "num_workers")
     settings = {**asdict(universes), "sample_size": sample_size, "parameters": list(PARAMETERS), "redshifts": list(REDSHIFTS)}
     with _locked(folder):
         _check_settings(folder, settings)
@@ -389,6 +391,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         augment: turn and mirror every training cube into one of its 48 symmetric forms, another in each epoch.
         validation_split: share of the universes to hold out where files lie in one folder; null is 0.1.
         on_bad_record: raise ends the run with the file, record and byte; skip reads everything once before the run and leaves out what is bad.
+        index_dir: folder in which skip keeps the list of what is good for the next start; null keeps none.
         cache_gb: memory in GB in which cubes are kept as int16 once they were read, for all parts and all of this machine's processes together;
             null is the size of packed files, up to half of the free memory. Other files are left to the operating system's cache.
         cells: voxels along each side of the simulated box, which is cut into cubes; null is `sample_size`.
@@ -421,6 +424,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         augment: bool = False,
         validation_split: float | None = None,
         on_bad_record: Literal["raise", "skip"] = "raise",
+        index_dir: str | Path | None = None,
         cache_gb: float | None = None,
         cells: int | None = None,
         voxel_size: float | None = None,
@@ -444,6 +448,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        machine.check_processes(num_workers, "num_workers")
         if not 1 <= channels <= CHANNELS:
             raise ValueError(f"channels={channels} must lie between 1 and {CHANNELS}")
         if on_bad_record not in ("raise", "skip"):
@@ -455,12 +460,17 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             synthetic={"cells": cells, "voxel_size": voxel_size, "oversample": oversample, "fixed_mpc": fixed_mpc, "pack": pack or None},
             files={"validation_split": validation_split, "on_bad_record": None if on_bad_record == "raise" else on_bad_record},
         )
+        if index_dir is not None and on_bad_record == "raise":
+            raise ValueError(
+                f"index_dir={index_dir} means nothing with on_bad_record='raise', which looks for no bad records before the run"
+            )
         if dataset == "dummy" and augment:
             raise ValueError("augment=True means nothing to dataset='dummy', which is one cube over and over")
         self.dataset_name, self.data_dir = dataset, Path(data_dir).expanduser()
         self.micro_batch_size, self.eval_batch_size = micro_batch_size, eval_batch_size or micro_batch_size
         self.num_workers, self.in_channels, self.augment, self.seed = num_workers, channels, augment, seed
         self.validation_split, self.on_bad_record, self.cache_gb, self.pack = validation_split or 0.1, on_bad_record, cache_gb, pack
+        self.index_dir = None if index_dir is None else Path(index_dir)
         self.n_train, self.n_valid = n_train, n_valid
         self.universes: Universes | None = None
         self.physical_spread = spread
@@ -653,21 +663,33 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             records = TFRecords(paths, tolerant=skipping, progress=advance)
         if not skipping:
             return records, np.arange(len(records))
-        bad, good, cube = list(records.damage), [], np.empty(self.input_size**3 * CHANNELS * 2, dtype=np.uint8)
-        with _progress(f"reading {len(records):,} {split} records", len(records)) as advance:
-            for index in range(len(records)):
-                try:
-                    read_cube(records, index, cube)
-                    good.append(index)
-                except TFRecordError as error:
-                    bad.append(error)
-                advance(1)
+        stamps = [[os.fspath(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+        index = Index(self.index_dir, f"cubes-{split}", shared=True)
+        with index.alone():
+            if index.content.get("files") != stamps or not {"good", "bad"} <= index.content.keys():
+                good, bad = self._good_of(records, split)
+                index.content = {"files": stamps, "good": good, "bad": bad}
+                index.save()
+            good, bad = index.content["good"], index.content["bad"]
         if bad:
-            shown = "; ".join(str(error) for error in bad[:3]) + ("; ..." if len(bad) > 3 else "")
+            shown = "; ".join(bad[:3]) + ("; ..." if len(bad) > 3 else "")
             rank_zero_warn(f"{len(bad):,} bad {split} records or files are left out, {len(good):,} records are good: {shown}")
-        if not good:
+        if not len(good):
             raise CosmoDataError(f"{self.data_dir}: no {split} record is good; the first fault is {bad[0]}")
-        return records, np.array(good, dtype=np.int64)
+        return records, good
+
+    def _good_of(self, records: TFRecords, split: str) -> tuple[np.ndarray, list[str]]:
+        """Read all records: the numbers of the good ones, and what is wrong with the others and with files."""
+        bad, good, cube = [str(fault) for fault in records.damage], [], np.empty(self.input_size**3 * CHANNELS * 2, dtype=np.uint8)
+        with _progress(f"reading {len(records):,} {split} records", len(records)) as advance:
+            for number in range(len(records)):
+                try:
+                    read_cube(records, number, cube)
+                    good.append(number)
+                except TFRecordError as error:
+                    bad.append(str(error))
+                advance(1)
+        return np.array(good, dtype=np.int64), bad
 
     @cached_property
     def _held_out_universes(self) -> set[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 __all__ = [
     "bound_spinning",
+    "check_processes",
     "free_memory",
     "keep_freed_memory",
     "load",
@@ -57,6 +58,11 @@ def launcher() -> str | None:
     return None
 
 
+def is_launched() -> bool:
+    """Whether a launcher, ours included, started this process as one of several."""
+    return bool(LAUNCHED_BY) or launcher() is not None
+
+
 def started_rank() -> int:
     """This process's number among those that a launcher started: ours, torchrun or srun; 0 where none did."""
     if LAUNCHED_BY and os.environ.get("LOCAL_RANK", "").isdigit():
@@ -90,6 +96,13 @@ def usable_cores(*, root: str | Path = "/") -> int:
     root = Path(root)
     cores, quota = len(_cores(root)), _cgroup_quota(root)
     return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def check_processes(number: int, name: str) -> None:
+    """Raise ValueError, with the option's name, for more processes than should run on this machine: 64, or 8 for each of its CPUs if more."""
+    most = max(64, 8 * (os.cpu_count() or 1))
+    if number > most:
+        raise ValueError(f"{name}={number} is too many processes for this machine; at most {most} are started")
 
 
 def share_of_cores(place: int, processes: int, *, root: str | Path = "/") -> list[set[int]]:
@@ -158,7 +171,8 @@ def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
 
     ``None`` leaves the number to ``OMP_NUM_THREADS`` where that is set, and otherwise means an equal share of :func:`usable_cores`
     for each of ``processes`` on this machine, or all of them where srun has given this process cores of its own: torch by itself does not
-    see the cgroup's quota, and a container with 2 of 64 cores would run 64 threads. Raises ValueError for fewer than 1.
+    see the cgroup's quota, and a container with 2 of 64 cores would run 64 threads. Raises ValueError for fewer than 1 and for more than
+    `MOST_THREADS`.
     """
     import torch
 
@@ -166,7 +180,10 @@ def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
         raise ValueError(f"threads must be at least 1, not {threads}")
     if threads is not None and threads > MOST_THREADS:
         raise ValueError(f"threads={threads} must be at most {MOST_THREADS}")
-    if threads is None and not os.environ.get("OMP_NUM_THREADS"):
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if threads is None and given.isdigit() and int(given) > MOST_THREADS:
+        raise ValueError(f"OMP_NUM_THREADS={given} in the environment must be at most {MOST_THREADS}")
+    if threads is None and not given:
         threads = max(1, usable_cores() // (1 if _is_bound() else processes))
     if threads is not None:
         torch.set_num_threads(threads)

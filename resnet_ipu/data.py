@@ -11,10 +11,8 @@ import io
 import json
 import os
 import re
-import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,14 +21,15 @@ from typing import Any, Literal
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from filelock import FileLock
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import DataFileError, DataNotFoundError
+from lightning_ipu import machine
 from lightning_ipu.data.fingerprint import fingerprint
+from lightning_ipu.data.index import Index
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, only_bytes, parse_example
 from lightning_ipu.files import atomic_write
 from lightning_ipu.randomness import mix, name_word
@@ -382,55 +381,8 @@ def _check_shard_names(split: str, paths: list[Path], expected: int | None) -> N
 # -- the index ----------------------------------------------------------------------------------------------------------------
 
 
-class Index:
-    """What was found out about a split, kept in a file so that a second start need not look again; without a folder nothing is kept.
-
-    It is a cache: what does not fit what is there now is thrown away, and a folder that cannot be written to is no fault.
-    """
-
-    def __init__(self, folder: Path | None, split: str) -> None:
-        self.path = None if folder is None else folder / f"images-{split}.npz"
-        self.content: dict[str, Any] = {}
-        self._stamp: tuple[int, int] | None = None  # of the file when it was read
-        self._read()
-
-    def _read(self) -> None:
-        """Read the file, unless it has not changed since it was last read."""
-        try:
-            found = os.stat(self.path) if self.path is not None else None
-            if found is None or (found.st_ino, found.st_mtime_ns) == self._stamp:
-                return
-            with np.load(self.path, allow_pickle=False) as arrays:
-                self.content = {**arrays, **json.loads(str(arrays["meta"]))}
-            self._stamp = found.st_ino, found.st_mtime_ns
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            pass
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let one process search while the others wait and then use its results: the processes of a run start at the same time.
-
-        Where no file can be kept, each process searches by itself.
-        """
-        with ExitStack() as held:
-            if self.path is not None:
-                with suppress(OSError, NotImplementedError):  # no folder to write to, or a file system without locks
-                    self.path.parent.mkdir(parents=True, exist_ok=True)
-                    held.enter_context(FileLock(self.path.with_name(f".{self.path.name}.lock")))
-            self._read()
-            yield
-
-    def save(self) -> None:
-        """Write it, as a whole or not at all."""
-        if self.path is None:
-            return
-        arrays = {name: value for name, value in self.content.items() if isinstance(value, np.ndarray) and name != "meta"}
-        meta = {name: value for name, value in self.content.items() if not isinstance(value, np.ndarray)}
-        try:
-            with atomic_write(self.path) as file:
-                np.savez(file, meta=json.dumps(meta), **arrays)
-        except OSError as error:
-            rank_zero_warn(f"the index of the images is not kept: {error}")
+class ImageIndex(Index):
+    """The images that folders or shards hold, and which of them are bad."""
 
     def folder_images(self, root: Path) -> FolderImages:
         """The images under a folder, as they are now."""
@@ -480,7 +432,7 @@ class _Check(Dataset):
         return ""
 
 
-def find_bad_images(source: FolderImages | ShardImages, index: Index, *, workers: int) -> dict[int, str]:
+def find_bad_images(source: FolderImages | ShardImages, index: ImageIndex, *, workers: int) -> dict[int, str]:
     """Numbers and faults of the images that cannot be used, found by decoding all of them once; the index remembers.
 
     Those that were bad are looked at again when their file has changed.
@@ -666,6 +618,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         ):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        machine.check_processes(num_workers, "num_workers")
         if dataset != "IMAGENET":
             raise ValueError(f"dataset={dataset!r} is unknown here: IMAGENET is")
         if on_bad_image not in ("raise", "skip"):
@@ -842,8 +795,8 @@ class ImageNetDataModule(pl.LightningDataModule):
         )
 
     @cached_property
-    def _index(self) -> Callable[[str], Index]:
-        return cache(lambda split: Index(self.index_dir, split))
+    def _index(self) -> Callable[[str], ImageIndex]:
+        return cache(lambda split: ImageIndex(self.index_dir, f"images-{split}", shared=self.on_bad_image == "skip"))
 
     def _make_source(self, split: str) -> FolderImages | ShardImages:
         if split in self.layout.shards:

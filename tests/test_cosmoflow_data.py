@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from forked import launched
 from runs import fit, make_trainer
 
+from cosmoflow_ipu import data as cosmoflow_data
 from cosmoflow_ipu.data import (
     CosmoDataError,
     CosmoFlowDataModule,
@@ -174,6 +177,33 @@ def test_skipping_leaves_out_what_is_bad_says_so_and_keeps_all_that_is_good(fold
         path.write_bytes(b"<html>")
     with pytest.raises(CosmoDataError, match="no train record is good; the first fault is .*a0_000.tfrecord"):
         files_module(folder, on_bad_record="skip")
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["index_dir", "no index_dir"])
+def test_one_process_of_a_run_looks_for_bad_records_and_the_next_start_knows_what_it_found(folder, tmp_path, keeps):
+    path = folder / "train" / "univ_ics_a0_001.tfrecord"
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    looks = folder / "looks"
+
+    def start() -> int:
+        read = cosmoflow_data.read_cube
+
+        def noted(*arguments):
+            with looks.open("a") as file:
+                file.write("x")
+            time.sleep(0.02)
+            return read(*arguments)
+
+        cosmoflow_data.read_cube = noted
+        data = files_module(folder, on_bad_record="skip", index_dir=folder / "out" if keeps else None)
+        with pytest.warns(UserWarning, match="1 bad train records or files are left out, 11 records are good: .*a0_001.tfrecord"):
+            return data.num_train_samples
+
+    assert launched(3, start, temporary=tmp_path / "tmp") == 3 * [11] and looks.read_text() == 12 * "x"
+    assert not list((tmp_path / "tmp").iterdir())  # nothing is left elsewhere
+    (folder / "train" / "univ_ics_a0_002.tfrecord").write_bytes(path.read_bytes())  # another data set
+    with pytest.warns(UserWarning, match="2 bad train records or files are left out, 10 records are good"):
+        assert files_module(folder, on_bad_record="skip", index_dir=folder / "out" if keeps else None).num_train_samples == 10
 
 
 def test_missing_folders_and_wrong_sizes_are_said(tmp_path, folder):

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import multiprocessing
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from forked import launched
 from image_tree import BAD, CLASSES, encoded, make_tree, oddities, photo
 from PIL import Image
 from runs import make_trainer
@@ -138,14 +138,15 @@ def test_a_second_start_reads_the_index_as_long_as_the_folders_are_the_same(tree
     assert module(tmp_path / "data", index_dir=tmp_path / "out").num_train_samples == GOOD + 1
 
 
-def test_of_the_processes_of_a_run_one_looks_for_bad_images_and_the_others_know_what_it_found(tmp_path):
+@pytest.mark.parametrize("keeps", [True, False], ids=["index_dir", "no index_dir"])
+def test_of_the_processes_of_a_run_one_looks_for_bad_images_and_the_others_know_what_it_found(tmp_path, keeps):
     folder = tmp_path / "data" / "train" / "ant"
     folder.mkdir(parents=True)
     for number in range(20):
         (folder / f"{number:02}.png").write_bytes(b"no image" if number in (3, 7) else encoded(photo(number), "PNG"))
     looks = tmp_path / "looks"
 
-    def start(results) -> None:
+    def start() -> tuple[int, list[int]]:
         decode = data.decode
 
         def noted(*arguments):
@@ -155,18 +156,11 @@ def test_of_the_processes_of_a_run_one_looks_for_bad_images_and_the_others_know_
             return decode(*arguments)
 
         data.decode = noted
-        images = module(tmp_path / "data", on_bad_image="skip", index_dir=tmp_path / "out")
-        results.put((images.num_train_samples, sorted(images.bad_images["train"])))
+        images = module(tmp_path / "data", on_bad_image="skip", index_dir=tmp_path / "out" if keeps else None)
+        return images.num_train_samples, sorted(images.bad_images["train"])
 
-    fork = multiprocessing.get_context("fork")
-    results = fork.Queue()
-    processes = [fork.Process(target=start, args=(results,)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(30)
-    assert found == 3 * [(18, [3, 7])] and looks.read_text() == 20 * "x"
+    assert launched(3, start, temporary=tmp_path / "tmp") == 3 * [(18, [3, 7])] and looks.read_text() == 20 * "x"
+    assert not list((tmp_path / "tmp").iterdir())  # nothing is left elsewhere
 
 
 def test_validation_images_in_one_folder_get_their_labels_from_imagenets_own_files(tree, tmp_path):

@@ -10,6 +10,7 @@ import torch
 import yaml
 from image_tree import BAD, encoded, photo
 from pytorch_lightning.loggers.logger import DummyLogger
+from runs import Ledger, fit, loader
 
 from cifar_ipu import __main__ as cifar
 from cosmoflow_ipu import __main__ as cosmoflow
@@ -109,6 +110,9 @@ class Missing(DummyLogger):
         ("validate --trainer.limit_val_batches 0 --data.dataset SAMPLE", "trainer.limit_val_batches=0 leaves nothing to validate"),
         ("--threads 100000 --dataset SAMPLE", "threads"),
         ("fit --machine.threads 100000 --data.dataset SAMPLE", "threads=100000"),
+        ("--num-workers 100000 --dataset SAMPLE", "num_workers=100000 is too many processes for this machine; at most"),
+        ("fit --data.num_workers 100000 --data.dataset SAMPLE", "num_workers=100000 is too many"),
+        ("--dataset SAMPLE --batch-size 2000 --replication-factor 2000 --processes 2000", "devices=2000 is too many"),
         ("fit --trainer.default_root_dir null", "trainer.default_root_dir=null: the results need a directory"),
         ("fit --trainer.default_root_dir=", "trainer.default_root_dir is empty"),
         ("fit --data.data_dir=", "data.data_dir is empty"),
@@ -116,6 +120,17 @@ class Missing(DummyLogger):
 )
 def test_numbers_and_paths_that_cannot_be_are_refused(run, words, message):
     refused(run(*words.split()), message)
+
+
+def test_more_threads_and_processes_than_a_machine_bears_are_refused_wherever_they_are_given(run, command_line, tmp_path, monkeypatch):
+    tree = make_folders(tmp_path / "tree", ["ant", "bee"], "train")
+    refused(run("convert", tree, "shards", "--num-workers", "100000"), "num_workers=100000 is too many")
+    generate = partial(command_line, cosmoflow.main, "generate", "--output-dir", tmp_path / "universes")
+    refused(generate("--num-workers", "100000"), "num_workers=100000 is too many")
+    with pytest.raises(ValueError, match="num_workers=100000 is too many"):
+        fit(Ledger(), loader(8, num_workers=100000))
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    refused(run("--dataset", "SAMPLE"), "OMP_NUM_THREADS=100000 in the environment must be at most 1024")
 
 
 def test_every_option_that_names_a_path_takes_home_directories_and_no_empty_word(monkeypatch):

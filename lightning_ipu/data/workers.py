@@ -22,6 +22,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lightning_ipu import machine
+
 _PR_SET_PDEATHSIG = 1  # Linux' linux/prctl.h
 GRACE = 1.0  # seconds in which workers may end by themselves: they finish the current sample
 
@@ -30,6 +32,7 @@ class Loader(DataLoader):
     """A DataLoader whose workers, however busy, end when asked, and never outlive the program."""
 
     def __init__(self, *args: Any, num_workers: int = 0, worker_init_fn: Callable[[int], Any] | None = None, **options: Any) -> None:
+        machine.check_processes(num_workers, "num_workers")
         if num_workers:
             worker_init_fn = partial(_start, worker_init_fn)
         super().__init__(*args, num_workers=num_workers, worker_init_fn=worker_init_fn, **options)

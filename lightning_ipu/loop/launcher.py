@@ -20,7 +20,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from pytorch_lightning.utilities.exceptions import SIGTERMException, _TunerExitException
 from typing_extensions import override
 
-from lightning_ipu.machine import GRACE, LAUNCHED_BY, LAUNCHED_BY_VARIABLE, own_cores
+from lightning_ipu.machine import GRACE, LAUNCHED_BY, LAUNCHED_BY_VARIABLE, check_processes, own_cores
 from lightning_ipu.plan import PlanError
 
 LONG_WAIT = 30.0  # seconds until the first process reports that it waits for others: on a busy machine loading torch takes ten
@@ -81,6 +81,7 @@ class Launcher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         finished = threading.Event()
         if not self.cluster_environment.creates_processes_externally:
+            check_processes(self.num_processes, "devices")
             os.environ[LAUNCHED_BY_VARIABLE] = str(os.getpid())
             try:
                 self._call_children_scripts()
