@@ -29,6 +29,7 @@ from lightning_ipu.data.tfrecord import TFRecordError, encode_example, write_tfr
 from resnet_ipu import __main__ as command
 from resnet_ipu import data
 from resnet_ipu.data import ImageNetDataModule
+from resnet_ipu.images import ImageError
 from resnet_ipu.module import ResNetModule
 
 GOOD = 4 * 10 + len(oddities())  # training images of the tree
@@ -217,6 +218,10 @@ def test_what_is_missing_or_does_not_fit_is_named(tree, tmp_path):
         and "train-00000-of-00005: record 1 at byte" in str(found)
         and "label 2 must lie between" in str(found)
     )
+    image = {"image/encoded": BAD["cut_off.jpg"], "image/class/label": np.array([1])}
+    write_tfrecord(tmp_path / "train-00002-of-00005", [encode_example(image)])
+    found = module(tmp_path, train_shards=3).part("train").seeded_batch(range(2, 5), seed=0, epoch=0)
+    assert isinstance(found, ImageError) and re.search("train-00002-of-00005: record 0 at byte 0: the image cannot be decoded", str(found))
 
 
 # -- batches ------------------------------------------------------------------------------------------------------------------

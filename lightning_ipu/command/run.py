@@ -355,6 +355,7 @@ class CommandLine(LightningCLI):
     @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        machine.forget_leftovers()  # the strategy does so itself, but where it is given as "ipu" Lightning looks for a launcher before
         if self.subcommand != "fit":  # which needs no callback's state
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint need to be provided")
         if (

@@ -9,6 +9,7 @@ import pytest
 from runs import Ledger, fit, loader
 
 from lightning_ipu import machine
+from resnet_ipu import __main__ as resnet
 
 RUN = """--dataset SAMPLE --size 8 --precision 32.32 --batch-size 16 --limit-train-batches 2 --limit-val-batches 1 --no-validation
     --replication-factor 2 --output-dir out""".split()
@@ -48,6 +49,14 @@ def test_whatever_a_launcher_left_is_ignored_by_a_run_of_one_process(left, monke
     module = Ledger()
     trainer = fit(module, loader(6), A=3)
     assert (trainer.global_step, trainer.world_size, trainer.global_rank) == (2, 1, 0) and module.w.item() == -2
+
+
+def test_a_command_ignores_them_also_where_the_strategy_is_given_by_its_name(command_line, monkeypatch):
+    for name, value in LEFT["srun"].items():
+        monkeypatch.setenv(name, value)
+    words = "fit --trainer.strategy ipu --data.dataset SAMPLE --model.size 8 --trainer.max_steps 1 --trainer.limit_val_batches 0".split()
+    status, _, errors = command_line(resnet.main, *words)
+    assert status == 0, errors
 
 
 @pytest.mark.parametrize(
