@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 _MASK = (1 << 64) - 1
 
@@ -89,3 +91,17 @@ def preserved_streams(device: torch.device | None = None) -> Iterator[None]:
     finally:
         set_torch_streams(of_torch, device)
         set_host_streams(of_host)
+
+
+def may_draw(module: nn.Module) -> bool:
+    """Whether a module may draw random numbers of its own in its forward: torch's dropouts, and any leaf that is not torch's."""
+    if isinstance(module, (_DropoutNd, nn.RReLU)):
+        return True
+    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+        return module.dropout > 0
+    return not is_torchs(module) and next(module.children(), None) is None
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Whether a module is torch's own, which draw by torch alone."""
+    return type(module).__module__.startswith("torch.nn.")

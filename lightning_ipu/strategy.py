@@ -51,9 +51,11 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ipu import machine
-from lightning_ipu.cutting.partition import Partition, StageCost, balanced_splits, check_num_stages, check_splits, cut, stage_table
-from lightning_ipu.cutting.record import Uses, undisturbed
+from lightning_ipu.cutting.balance import StageCost, balanced_splits, stage_table
+from lightning_ipu.cutting.partition import Partition, cut
+from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.cutting.stand_ins import is_one_piece
+from lightning_ipu.cutting.trial import Uses, undisturbed
 from lightning_ipu.data.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
 from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.distributed import (

@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
-from lightning_ipu.cutting.partition import balanced_splits, check_num_stages, check_splits, choose_cuts, cut
+from lightning_ipu.cutting.balance import balanced_splits, choose_cuts
+from lightning_ipu.cutting.partition import cut
+from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.engine.stage import NamedRandomness, Recomputation
 from lightning_ipu.loop.user_step import LogRecorder
 from lightning_ipu.plan import PlanError

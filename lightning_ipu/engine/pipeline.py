@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ipu.cutting.partition import Partition, Stage
-from lightning_ipu.cutting.record import example, flatten, unflatten
+from lightning_ipu.cutting.tensors import example, flatten, unflatten
 
 _DATA, _KIND, _CALL, _TAGS = range(4)  # tags of what travels in one pipeline, and how many each has
 _KEPT = 64  # kinds whose stages are kept; for others the network is cut again when they come up

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric
 
@@ -23,6 +22,8 @@ from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import (
     drawn_between,
     host_streams,
+    is_torchs,
+    may_draw,
     mix,
     name_word,
     seed_all,
@@ -33,20 +34,6 @@ from lightning_ipu.randomness import (
 )
 
 _STEP, _AFTER, _UPDATE, _HOOK = (name_word(name) for name in ("step", "after the forward", "update", "hook"))
-
-
-def _may_draw(module: nn.Module) -> bool:
-    """Whether a module may draw random numbers of its own in its forward: torch's dropouts, and any leaf that is not torch's."""
-    if isinstance(module, (_DropoutNd, nn.RReLU)):
-        return True
-    if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-        return module.dropout > 0
-    return not _is_torchs(module) and next(module.children(), None) is None
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether a module is torch's own, which draw by torch alone."""
-    return type(module).__module__.startswith("torch.nn.")
 
 
 class _MicroBatch:
@@ -74,11 +61,11 @@ class NamedRandomness:
     def __init__(self, module: nn.Module, *, seed: int, device: torch.device) -> None:
         self._seed, self._device = mix(seed, _STEP), device
         self.stand_ins = StandIns()
-        drawing = [(name, child) for name, child in called_modules(module) if is_one_piece(child) or _may_draw(child)]
+        drawing = [(name, child) for name, child in called_modules(module) if is_one_piece(child) or may_draw(child)]
         if getattr(module, "_compiler_ctx", None) is not None:
             drawing = []  # a LightningModule whose steps are compiled
         for name, child in drawing:
-            seed_streams = seed_torch if _is_torchs(child) else seed_all
+            seed_streams = seed_torch if is_torchs(child) else seed_all
             self.stand_ins.add(child, partial(self._seeded, child, name_word(name), seed_streams))
         if drawing:
             self.stand_ins.add(module, partial(self._seeded_after, module))

@@ -1,0 +1,74 @@
+"""Tensors in nested values, and what a receiver must know of one: shape, strides, dtype, and whether it requires a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.node import map_aggregate
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+class Spec(NamedTuple):
+    """What a receiver must know of a tensor; dense strides, whatever the sender's are."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def empty(self, device: torch.device | str = "meta") -> Tensor:
+        """A tensor like that."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+    @property
+    def bytes(self) -> int:
+        """What sending it once takes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """What a receiver must know of this tensor."""
+    with torch._C.DisableTorchFunction():
+        shape, stride = tensor.shape, tensor.stride()
+        room = 1
+        for size, step in sorted((pair for pair in zip(shape, stride, strict=True) if pair[0] != 1), key=lambda pair: pair[1]):
+            if step != room:  # gaps or overlaps do not cross a cut: row by row
+                stride = tuple(shape[place + 1 :].numel() for place in range(len(shape)))
+                break
+            room *= size
+        return Spec(shape, stride, tensor.dtype, tensor.requires_grad)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dicts, as torch.fx goes through them."""
+    found: list[Tensor] = []
+    map_aggregate(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
+    return found
+
+
+TENSOR = object()  # stands for a tensor in a flat list of leaves
+Structure = tuple[list[Any], TreeSpec]
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+    """The tensors in nested tuples, lists and dicts, and the rest of them."""
+    leaves, tree = tree_flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], ([TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree)
+
+
+def unflatten(tensors: Iterable[Tensor], structure: Structure) -> Any:
+    """The opposite of `flatten`."""
+    flat = iter(tensors)
+    return tree_unflatten([next(flat) if leaf is TENSOR else leaf for leaf in structure[0]], structure[1])
+
+
+def example(tensor: Tensor, device: torch.device, *, with_data: bool) -> Tensor:
+    """A tensor like a given one: its copy, or without data (under a fake mode); on the meta device it stands for zeros on `device`."""
+    if with_data and not tensor.is_meta:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    spec = spec_of(tensor)
+    made = spec.empty(device if tensor.is_meta else tensor.device)
+    return made.detach().zero_().requires_grad_(spec.requires_grad) if with_data else made
