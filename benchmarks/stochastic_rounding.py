@@ -18,7 +18,8 @@ from rich.table import Table
 from torch import nn
 
 from lightning_ipu import machine
-from lightning_ipu.precision.sixteen_bit import SixteenBit, stochastic_round_
+from lightning_ipu.precision.plugin import SixteenBit
+from lightning_ipu.precision.rounding import stochastic_round_
 
 _LARGEST = 2_000_000
 

@@ -107,7 +107,7 @@ from lightning_ipu.loop.user_step import (
 )
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
-from lightning_ipu.precision.sixteen_bit import SixteenBit
+from lightning_ipu.precision.plugin import SixteenBit
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
 from lightning_ipu.recipe.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 

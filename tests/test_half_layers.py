@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ipu import PlanError
-from lightning_ipu.precision.sixteen_bit import SixteenBit
+from lightning_ipu.precision.plugin import SixteenBit
 
 ROWS, SEQUENCE = partial(torch.randn, 2, 4), partial(torch.randn, 3, 2, 4)
 WORDS = partial(torch.tensor, [[1, 2], [0, 3]])

@@ -11,7 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_ipu.precision import names as precision
-from lightning_ipu.precision.sixteen_bit import LossScaling, SixteenBit, SixteenBitUpdate, rounding_seed, stochastic_round
+from lightning_ipu.precision.loss_scaling import LossScaling
+from lightning_ipu.precision.plugin import SixteenBit
+from lightning_ipu.precision.rounding import rounding_seed, stochastic_round
+from lightning_ipu.precision.update import SixteenBitUpdate
 from lightning_ipu.recipe import optimizers as optim
 from lightning_ipu.recipe.schedules import build_schedule
 
@@ -134,7 +137,7 @@ def in_groups(network: nn.Module) -> list[dict]:
 
 @pytest.fixture
 def few_at_once(monkeypatch):
-    monkeypatch.setattr("lightning_ipu.precision.sixteen_bit._AT_ONCE", 250)  # so that the small network makes several portions
+    monkeypatch.setattr("lightning_ipu.precision.update._AT_ONCE", 250)  # so that the small network makes several portions
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ipu.engine.stage import NamedRandomness
 from lightning_ipu.plan import Plan, PlanError
-from lightning_ipu.precision.sixteen_bit import LossScaling
+from lightning_ipu.precision.loss_scaling import LossScaling
 
 Hook = Callable[..., Any]
 

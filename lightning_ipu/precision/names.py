@@ -1,7 +1,7 @@
 """Names of precision, <compute>.<weights>, what Lightning calls them, and which settings go together; imports no torch.
 
 16.32 computes in 16 bits under autocast and keeps weights and optimizer state in float32. 16.16 keeps these in 16 bits too. The 16-bit
-type is bfloat16, or on GPUs float16 by choice. What carries all this out is in half.py.
+type is bfloat16, or on GPUs float16 by choice. What carries all this out is in plugin.py.
 """
 
 from __future__ import annotations
