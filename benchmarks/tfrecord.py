@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_ipu.data import tfrecord
-from lightning_ipu.data.tfrecord import TFRecords, encode_example, parse_example, write_tfrecord
+from lightning_ipu.data.tf_example import encode_example, parse_example
+from lightning_ipu.data.tfrecord import TFRecords, write_tfrecord
 
 
 def rate(records: TFRecords, into: np.ndarray) -> float:

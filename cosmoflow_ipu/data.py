@@ -35,7 +35,8 @@ from lightning_ipu import machine
 from lightning_ipu.command.output import write_atomically
 from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.index import Index
-from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, encode_example, only_bytes, only_floats, parse_example, write_tfrecord
+from lightning_ipu.data.tf_example import encode_example, only_bytes, only_floats, parse_example
+from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, write_tfrecord
 from lightning_ipu.randomness import mix, name_word
 
 CHANNELS = len(REDSHIFTS)  # in every file

@@ -56,7 +56,10 @@ from lightning_ipu.cutting.partition import Partition, cut
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.cutting.stand_ins import is_one_piece
 from lightning_ipu.cutting.trial import Uses, undisturbed
-from lightning_ipu.data.sampling import EvaluationData, HostStep, HostSteps, Shard, TrainingData
+from lightning_ipu.data.evaluation import EvaluationData
+from lightning_ipu.data.host_steps import HostStep, HostSteps
+from lightning_ipu.data.order import Shard
+from lightning_ipu.data.training import TrainingData
 from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.distributed import (
     DistributedEngine,

@@ -24,7 +24,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cifar_ipu.data import DataFileError, DataNotFoundError
 from lightning_ipu.command.output import write_atomically
-from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, encode_example, parse_example, write_tfrecord
+from lightning_ipu.data.tf_example import encode_example, parse_example
+from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, write_tfrecord
 from lightning_ipu.randomness import mix, name_word
 from resnet_ipu.data import MANIFEST, FolderImages, ImageDataset, ImageNetDataModule, synset_words
 from resnet_ipu.images import ImageError, decode, image_facts

@@ -30,7 +30,8 @@ from cifar_ipu.data import DataFileError, DataNotFoundError
 from lightning_ipu import machine
 from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.index import Index
-from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, only_bytes, parse_example
+from lightning_ipu.data.tf_example import only_bytes, parse_example
+from lightning_ipu.data.tfrecord import TFRecordError, TFRecords
 from lightning_ipu.files import atomic_write
 from lightning_ipu.randomness import mix, name_word
 from resnet_ipu.images import MEAN, STD, UNIFORMS, ImageError, center_crop, decode, half_scale_decoder, training_crop

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_ipu.command.run import CommandLine
-from lightning_ipu.data.sampling import Shard, TrainingData
+from lightning_ipu.data.order import Shard
+from lightning_ipu.data.training import TrainingData
 
 __all__ = ["DataBenchmark", "loader_rate", "network_rate"]
 

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import ImageDataModule
-from lightning_ipu.data.sampling import Shard, TrainingData
+from lightning_ipu.data.order import Shard
+from lightning_ipu.data.training import TrainingData
 from resnet_ipu.augment import Mixing
 from resnet_ipu.module import ResNetModule
 

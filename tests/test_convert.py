@@ -9,7 +9,8 @@ import torch
 from image_tree import BAD, CLASSES, make_tree, oddities
 
 from cifar_ipu.data import DataFileError
-from lightning_ipu.data.tfrecord import TFRecords, parse_example, write_tfrecord
+from lightning_ipu.data.tf_example import parse_example
+from lightning_ipu.data.tfrecord import TFRecords, write_tfrecord
 from resnet_ipu import __main__ as command
 from resnet_ipu.convert import _shards_for, convert
 from resnet_ipu.data import ImageNetDataModule

@@ -28,7 +28,8 @@ from cosmoflow_ipu.data import (
 from cosmoflow_ipu.module import CosmoFlowModule
 from cosmoflow_ipu.universe import Universes
 from lightning_ipu import machine
-from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, encode_example, write_tfrecord
+from lightning_ipu.data.tf_example import encode_example
+from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, write_tfrecord
 
 TINY = {"sample_size": 8, "voxel_size": 8.0, "oversample": 1, "n_train": 6, "n_valid": 3}
 

@@ -9,7 +9,8 @@ from image_tree import encoded, photo
 from cifar_ipu.data import ImageDataModule
 from cosmoflow_ipu.data import CosmoFlowDataModule
 from lightning_ipu.data.fingerprint import fingerprint
-from lightning_ipu.data.tfrecord import encode_example, write_tfrecord
+from lightning_ipu.data.tf_example import encode_example
+from lightning_ipu.data.tfrecord import write_tfrecord
 from resnet_ipu.convert import convert
 from resnet_ipu.data import ImageNetDataModule
 

@@ -28,7 +28,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_ipu.data.sampling import EvaluationData, HostStep, Shard, TrainingData, epoch_order
+from lightning_ipu.data.evaluation import EvaluationData
+from lightning_ipu.data.host_steps import HostStep
+from lightning_ipu.data.order import Shard, epoch_order
+from lightning_ipu.data.training import TrainingData
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix
 

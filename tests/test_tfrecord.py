@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 
 from lightning_ipu.data import tfrecord
-from lightning_ipu.data.tfrecord import (
-    TFRecordError,
-    TFRecords,
-    encode_example,
-    masked_crc,
-    only_bytes,
-    only_floats,
-    parse_example,
-    write_tfrecord,
-)
+from lightning_ipu.data.tf_example import encode_example, only_bytes, only_floats, parse_example
+from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, masked_crc, write_tfrecord
 
 RECORDS = [b"first", b"", bytes(range(256)) * 5]
 
