@@ -75,8 +75,8 @@ from lightning_ipu.engine.distributed import (
 )
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.engine.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.files import AtomicCheckpointIO, loads_not
 from lightning_ipu.loop import continuation
+from lightning_ipu.loop.checkpoint_io import AtomicCheckpointIO, loads_not
 from lightning_ipu.loop.events import batch_hooks, events_of, validation_interval
 from lightning_ipu.loop.launcher import Launcher, check_can_start_again, let_signals_end
 from lightning_ipu.loop.position import (

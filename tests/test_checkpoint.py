@@ -12,7 +12,8 @@ import torch
 from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from runs import Net, blocks, classes, fit, loader, make_trainer
 
-from lightning_ipu.files import AtomicCheckpointIO, atomic_write
+from lightning_ipu.files import atomic_write
+from lightning_ipu.loop.checkpoint_io import AtomicCheckpointIO
 
 
 def files(folder) -> list[str]:
