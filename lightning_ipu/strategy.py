@@ -61,6 +61,7 @@ from lightning_ipu.data.host_steps import HostStep, HostSteps
 from lightning_ipu.data.order import Shard
 from lightning_ipu.data.training import TrainingData
 from lightning_ipu.data.workers import Loader
+from lightning_ipu.engine.buffers import make_room
 from lightning_ipu.engine.distributed import (
     DistributedEngine,
     EvaluationPipeline,
@@ -901,7 +902,12 @@ class IPUStrategy(DDPStrategy):
             return state
         own = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in self._stages.own(state).items()}
         merged = self._stages.merged(own)
-        return {name: merged[name] for name in state}
+        return {name: merged[name] for name in state if name in merged} | merged  # a stage may have filled or emptied a buffer
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        make_room(self.lightning_module, checkpoint["state_dict"])
+        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -245,6 +245,83 @@ def test_a_buffer_that_holds_nothing_or_no_number_before_it_is_seen_is_the_mean_
     assert module.mask.tolist() == [0.0, float("-inf")]
 
 
+class Filling(Ledger):
+    """Buffers that are None or empty until a micro-batch fills them, and whole numbers that differ between replicas."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", None)
+        self.register_buffer("history", torch.tensor([]))
+        self.register_buffer("present", torch.tensor(7.0))
+        self.register_buffer("last", None)
+        self.register_buffer("largest", torch.tensor([-(2**62), 0]))
+        self.register_buffer("odd", torch.tensor(False))
+
+    def training_step(self, batch, batch_idx):
+        mean = batch[0].mean()
+        self.average = mean if self.average is None else 0.5 * self.average + 0.5 * mean
+        self.history = torch.cat([self.history, mean[None]])
+        self.present = None
+        self.last = batch[0].long().max()
+        self.largest[0] += self.last
+        self.largest[1] = self.last
+        self.odd = self.last % 2 == 1
+        return super().training_step(batch, batch_idx)
+
+
+FILLED = {  # by two weight updates of two replicas with two micro-batches each of one sample from 0, 1, ...
+    # 0, 1 and 2, 3 give 0.5 and 2.5, whose mean 1.5 goes into 4, 5 and 6, 7: 3.875 and 5.375
+    "average": 4.625,
+    "history": [1.0, 2.0, 5.0, 6.0],
+    "present": None,
+    # of replica 0 alone
+    "last": 5,
+    "largest": [-(2**62) + 0 + 1 + 4 + 5, 5],
+    "odd": True,
+}
+
+
+def test_a_buffer_that_is_none_at_first_is_so_in_every_replica_and_then_the_mean_or_replica_0s():
+    module = Filling()
+    fit(module, numbered(8), R=2, A=2)
+    assert {name: buffer if buffer is None else buffer.tolist() for name, buffer in module._buffers.items()} == FILLED
+
+
+def test_a_run_with_a_buffer_that_was_filled_goes_on_from_its_checkpoint(tmp_path):
+    class Growing(Filling):
+        def training_step(self, batch, batch_idx):
+            self.history = torch.tensor([]) if self.history.numel() > 1 else self.history
+            loss = super().training_step(batch, batch_idx)
+            self.present = torch.tensor(7.0)
+            return loss
+
+    trainer = fit(Growing(), numbered(8), R=2, A=2, max_steps=1, max_epochs=-1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed, whole = Growing(), Growing()
+    fit(resumed, numbered(8), R=2, A=2, ckpt_path=tmp_path / "a.ckpt")
+    fit(whole, numbered(8), R=2, A=2)
+    assert equal_states(resumed, whole) and resumed.average.item() == FILLED["average"]
+
+
+def test_a_buffer_of_another_shape_in_each_replica_is_that_of_replica_0():
+    class Uneven(Filling):
+        def training_step(self, batch, batch_idx):
+            if batch_idx < 4:
+                self.history = batch[0].new_ones(1 + int(batch[0]))
+            elif batch_idx == 7:
+                self.history = None  # in replica 1 alone
+            else:
+                self.history += batch[0]
+            return self.w * 0
+
+    module = Uneven()
+    fit(module, numbered(4), R=2, A=2)
+    assert module.history.tolist() == [1.0, 1.0]
+    module = Uneven()
+    fit(module, numbered(8), R=2, A=2)
+    assert module.history.tolist() == [10.0, 10.0]
+
+
 # ---- Hooks and options that are honoured ------------------------------------------------------------------------------------------
 
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")

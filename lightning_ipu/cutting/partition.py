@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from lightning_ipu.cutting.record import MakeContext, Record
 from lightning_ipu.cutting.splits import check_names
-from lightning_ipu.cutting.tensors import flatten, unflatten
+from lightning_ipu.cutting.tensors import buffer_places, flatten, unflatten
 from lightning_ipu.cutting.trial import Uses
 from lightning_ipu.plan import PlanError
 
@@ -233,9 +233,10 @@ class Partition:
             owner.update(dict.fromkeys(record.names.get(key, ()), first))
         self._used = set(owner)
         shares: list[list[set[str]]] = []
-        for found in (record.module.named_parameters, record.module.named_buffers):
+        parameters = [name for name, _ in record.module.named_parameters(remove_duplicate=False)]
+        for names in (parameters, [name for name, *_ in buffer_places(record.module)]):
             shares.append([set() for _ in range(len(self))])
-            for name, _ in found(remove_duplicate=False):
+            for name in names:
                 shares[-1][owner.get(name, len(self) - 1)].add(name)
         return shares[0], shares[1]
 

@@ -87,7 +87,7 @@ class Record:
             stack.callback(torch.clear_autocast_cache)
             inputs = [example(tensor, device, with_data=fake is None) for tensor in given]
             recorder.begin()
-            self.names: dict[int, list[str]] = {}
+            self.names: dict[Any, list[str]] = {}
             for name, key in recorder.keys.items():
                 self.names.setdefault(key, []).append(name)
             self.inputs = [recorder.placeholder(tensor) for tensor in inputs]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ipu.cutting.stand_ins import is_called_otherwise, is_one_piece
-from lightning_ipu.cutting.tensors import spec_of, tensors_in
+from lightning_ipu.cutting.tensors import buffer_places, spec_of, tensors_in
 from lightning_ipu.cutting.trial import OF_EVERY_MODULE
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import drawn_between, host_streams, may_draw
@@ -129,7 +129,9 @@ class Recorder(TorchFunctionMode):
         self._autocast, self._saving = _autocast_state(), _saving_hooks()
         named = [*self._root.named_parameters(remove_duplicate=False), *self._root.named_buffers(remove_duplicate=False)]
         # By name, because a forward may put a new tensor in a buffer's place; tied ones share a key.
-        self.keys = {name: id(tensor) for name, tensor in named}
+        self.keys: dict[str, Any] = {name: id(tensor) for name, tensor in named}
+        # Buffers that are None have no tensor; a forward may fill them.
+        self.keys |= {name: (id(owner), key) for name, owner, key in buffer_places(self._root) if owner._buffers[key] is None}
         for name, child in self._root.named_modules():
             for key, value in [*child._parameters.items(), *child._buffers.items(), *vars(child).items()]:
                 if isinstance(value, Tensor):
@@ -158,7 +160,7 @@ class Recorder(TorchFunctionMode):
             self.opened[name] = module
             return self._enter(original, module, args, kwargs)
         versions = _versions((args, kwargs))
-        for inner, _ in [*module.named_parameters(), *module.named_buffers()]:
+        for inner in [*(inner for inner, _ in module.named_parameters()), *(inner for inner, *_ in buffer_places(module))]:
             self._use(self.keys.get(f"{name}.{inner}", inner), len(self.order))
         self.leaf = name
         output = self._enter(original, module, args, kwargs)  # after an exception `leaf` says where it came from

@@ -1,4 +1,4 @@
-"""Tensors in nested values, and what a receiver must know of one: shape, strides, dtype, and whether it requires a gradient."""
+"""Tensors in nested values and modules, and what a receiver must know of one: shape, strides, dtype, and whether it requires a gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -72,3 +72,9 @@ def example(tensor: Tensor, device: torch.device, *, with_data: bool) -> Tensor:
     spec = spec_of(tensor)
     made = spec.empty(device if tensor.is_meta else tensor.device)
     return made.detach().zero_().requires_grad_(spec.requires_grad) if with_data else made
+
+
+def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """A module's buffers, including those that are None: name, owner and name in the owner."""
+    owners = module.named_modules(remove_duplicate=False)
+    return [(f"{path}.{key}" if path else key, owner, key) for path, owner in owners for key in owner._buffers]

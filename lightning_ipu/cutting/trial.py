@@ -76,7 +76,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
                 target.update(source)
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                buffer.resize_(before.shape).copy_(before)
         for value, before in containers:
             value.clear()
             value.extend(before) if type(value) is list else value.update(before)

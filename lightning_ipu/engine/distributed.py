@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from lightning_ipu.cutting.partition import Partition, cut
-from lightning_ipu.engine.local import LocalEngine, ReplicaBuffers
+from lightning_ipu.engine.buffers import ReplicaBuffers, floats_as_whole, whole_as_floats
+from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.engine.pipeline import Kinds, Pipeline, Slice, turns
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
@@ -174,22 +175,26 @@ class DistributedEngine(LocalEngine):
         self._replicas = processes.replicas
         self._heard: int | None = None  # the signal that the replicas agreed on in this weight update; None before they have
 
-    def _gather(self, gradients: list[torch.Tensor | None], moves: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _gather(self, gradients: list[torch.Tensor | None], buffers: ReplicaBuffers) -> list[torch.Tensor | None]:
         """Sum gradients and moves over the processes with other replicas; a parameter without a gradient anywhere keeps none."""
-        parameters = self._parameters()
+        parameters, processes = self._parameters(), self._processes
         if any(gradient is not None and gradient.layout != torch.strided for gradient in gradients):
             raise PlanError("sparse gradients cannot be averaged over processes; build the layer without, e.g. nn.Embedding(sparse=False)")
-        # Whether there is a gradient here, which signal this process received, and whether it wants to stop.
-        facts = torch.tensor(
-            [float(gradient is not None) for gradient in gradients] + _signal_facts(self._stop_signal()) + [float(self._should_stop())],
-            device=self._processes.device,
-        )
+        # Whether there is a gradient here, which signal this process received, whether it wants to stop, and whether buffers were renewed.
+        facts = [float(gradient is not None) for gradient in gradients] + _signal_facts(self._stop_signal())
+        facts = torch.tensor([*facts, float(self._should_stop()), float(any(buffers.renewed))], device=processes.device)
         sums = [
             torch.zeros_like(parameter, dtype=parameter.grad_dtype) if gradient is None else gradient
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
-        all_reduce_flat([*sums, *moves, facts], group=self._processes.same_stages)
-        *facts, stops = facts.tolist()
+        values = buffers.counts or buffers.no_counts
+        counts = whole_as_floats(values, processes.device)
+        all_reduce_flat([*sums, *buffers.moves, counts, facts], group=processes.same_stages)
+        buffers.counts = floats_as_whole(counts, values)
+        *facts, stops, renewed = facts.tolist()
+        if renewed:
+            everyone = processes.gathered(map_tensors(torch.Tensor.cpu, buffers.renewed), processes.same_stages)
+            buffers.renewed = map_tensors(lambda tensor: tensor.to(processes.device), [of for theirs in everyone for of in theirs])
         self.asked_to_stop = stops > 0
         present, self._heard = facts[: len(gradients)], _signal_in(facts[len(gradients) :])
         if self._heard:
@@ -267,7 +272,7 @@ class PipelineEngine(DistributedEngine):
         self._held = {id(parameter) for name, parameter in self._module.named_parameters() if name in names}
         if self._buffers is not None:
             own = partition.buffers[processes.stages.start : processes.stages.stop]
-            self._buffers = ReplicaBuffers(self._module, set().union(*own))
+            self._buffers = ReplicaBuffers(self._module, self._plan.replication_factor, set().union(*own))
         if self._scaling is not None:
             self._scaling.agree = self._all_finite
         ahead = {"Sequential": 1, "GPipe": accumulation, "1F1B": min(accumulation, processes.parts - processes.part)}[schedule]
@@ -428,6 +433,9 @@ class EvaluationPipeline:
         return output
 
 
+Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
 class StageState:
     """Parameters and buffers of the stages that live elsewhere: given up while training, fetched when the whole network is needed.
 
@@ -451,13 +459,18 @@ class StageState:
         for path, child in module.named_modules():
             for place in (child._parameters, child._buffers):
                 self._places |= {f"{path}.{key}" if path else key: (place, key) for key in place}
-        self._layouts = {name: (self._tensor(name).shape, self._tensor(name).stride()) for name in sorted(self.owners)}
+        self._layouts = {name: self._layout(name) for name in sorted(self.owners)}
         self._elsewhere = [name for name in self._layouts if not self.here(name) and name not in partition.unused_buffers]
         self.is_whole = True
 
-    def _tensor(self, name: str) -> torch.Tensor:
+    def _tensor(self, name: str) -> torch.Tensor | None:
         place, key = self._places[name]
         return place[key]
+
+    def _layout(self, name: str) -> Layout | None:
+        """Shape, strides and type of a tensor, None for a buffer that is None."""
+        tensor = self._tensor(name)
+        return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
 
     def here(self, name: str) -> bool:
         """Whether this process holds a parameter or buffer."""
@@ -467,7 +480,8 @@ class StageState:
     def give_up(self) -> None:
         """Free what other processes hold; a single number stands for each tensor, NaN, so that whoever reads it by mistake sees it."""
         for name in self._elsewhere:
-            tensor = self._tensor(name)
+            if (tensor := self._tensor(name)) is None:
+                continue
             real = tensor.is_floating_point() or tensor.is_complex()
             nothing = float("nan") if real else False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
             tensor.data = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(self._layouts[name][0])
@@ -501,15 +515,32 @@ class StageState:
     @torch.no_grad()
     def _lay_out(self) -> None:
         for name in self._elsewhere:
-            tensor = self._tensor(name)
-            tensor.data = torch.empty_strided(*self._layouts[name], dtype=tensor.dtype, device=tensor.device)
+            self._make_room(name)
+
+    def _make_room(self, name: str) -> None:
+        """Give a tensor memory, without values."""
+        tensor, layout = self._tensor(name), self._layouts[name]
+        made = None if layout is None else torch.empty_strided(*layout[:2], dtype=layout[2], device=self._processes.device)
+        if tensor is None or made is None or tensor.dtype != made.dtype:
+            place, key = self._places[name]
+            place[key] = made
+        else:
+            tensor.data = made
 
     @torch.no_grad()
     def fetch(self) -> None:
         """Have the whole network in every process, each stage from the process that trains it."""
+        # A forward may have filled or emptied a buffer, or given it another shape.
+        renewed = {name: layout for name in self._layouts if self.here(name) and (layout := self._layout(name)) != self._layouts[name]}
+        for theirs in self._processes.gathered(renewed, self._processes.same_replica):
+            self._layouts |= theirs
+            for name in theirs:
+                if not self.here(name):
+                    self._make_room(name)
         self._lay_out()
-        for name in self._layouts:
-            dist.broadcast(self._tensor(name).data, self._processes.peer(self.owners[name]), group=self._processes.same_replica)
+        for name, layout in self._layouts.items():
+            if layout is not None:
+                dist.broadcast(self._tensor(name).data, self._processes.peer(self.owners[name]), group=self._processes.same_replica)
         self.is_whole = True
 
     def own(self, tensors: dict[str, Any]) -> dict[str, Any]:

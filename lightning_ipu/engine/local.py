@@ -2,90 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_ipu.engine.buffers import ReplicaBuffers
 from lightning_ipu.engine.stage import NamedRandomness
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.loss_scaling import LossScaling
 
 Hook = Callable[..., Any]
-
-
-class ReplicaBuffers:
-    """Buffers of a network of which every replica has its own within a weight update and nobody after it.
-
-    Each replica starts an update from the common values. At its end floating-point buffers (BatchNorm's running statistics) take the
-    mean over replicas, the others (its counter) the value that one replica counted. What is empty or infinite before anything has been
-    seen (the ranges that quantisation observes) takes the mean of what it has become.
-    """
-
-    def __init__(self, module: nn.Module, names: Container[str] | None = None) -> None:
-        """Take a module's buffers, or those of some names."""
-        # By place, not by tensor: a forward may put a new tensor in a buffer's place.
-        places = [(owner, key, f"{path}.{key}" if path else key) for path, owner in module.named_modules() for key in owner._buffers]
-        self._places = [(owner, key) for owner, key, name in places if names is None or name in names]
-        self._floats, self._others, self._common = [], [], ([], [])
-        # Infinite values (a mask) and values of another shape have no difference to start from.
-        self._open = {place for place in self._places if not _is_plain(place[0]._buffers[place[1]])}
-
-    def begin_update(self) -> None:
-        held = [(owner, name) for owner, name in self._places if owner._buffers[name] is not None]
-        self._floats = [(owner, name) for owner, name in held if owner._buffers[name].is_floating_point()]
-        averaged = set(self._floats)
-        self._others = [place for place in held if place not in averaged]
-        self._common = [buffer.clone() for buffer in _at(self._floats)], [buffer.clone() for buffer in _at(self._others)]
-        self.moves: list[torch.Tensor] | None = None
-
-    def begin_replica(self) -> None:
-        for place, common in zip(self._floats + self._others, chain(*self._common), strict=True):
-            if place in self._open and (buffer := place[0]._buffers[place[1]]).shape != common.shape:
-                buffer.resize_(common.shape)
-        _copy(_at(self._floats), self._common[0])
-        _copy(_at(self._others), self._common[1])
-
-    def end_replica(self) -> None:
-        # Sums of differences, so that a buffer that no replica changes keeps its value to the last bit.
-        moved = [buffer - common for buffer, common in zip(_at(self._floats), self._starts(_at(self._floats)), strict=True)]
-        self.moves = moved if self.moves is None else [total + move for total, move in zip(self.moves, moved, strict=True)]
-
-    def end_update(self, replicas: int) -> None:
-        if replicas == 1:
-            return  # the one replica's values, to the last bit
-        starts = self._starts(self.moves)
-        _copy(_at(self._floats), [common + total / replicas for common, total in zip(starts, self.moves, strict=True)])
-
-    def _starts(self, ends: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The values from which floating-point buffers change: the common ones, or 0 where these are infinite or of another shape."""
-        return [
-            _finite_start(common, end) if place in self._open else common
-            for place, common, end in zip(self._floats, self._common[0], ends, strict=True)
-        ]
-
-
-def _is_plain(buffer: torch.Tensor | None) -> bool:
-    """Whether a buffer is not empty and all its values are finite."""
-    return buffer is None or buffer.numel() > 0 and bool(buffer.isfinite().all())
-
-
-def _finite_start(common: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(end) if common.shape != end.shape else torch.where(common.isfinite(), common, 0)
-
-
-def _at(places: list[tuple[nn.Module, str]]) -> list[torch.Tensor]:
-    return [owner._buffers[name] for owner, name in places]
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
 
 
 class LocalEngine:
@@ -131,7 +61,9 @@ class LocalEngine:
         self._randomness, self._hooks, self._on_micro_batch = randomness, hooks, on_micro_batch
         self._zero_grad, self._backward, self._clip = zero_grad or optimizer.zero_grad, backward, clip
         self._scaling, self._update_weights = scaling, update_weights
-        self._buffers = ReplicaBuffers(module) if plan.replication_factor > 1 or scaling is not None or undoes else None
+        self._buffers = (
+            ReplicaBuffers(module, plan.replication_factor) if plan.replication_factor > 1 or scaling is not None or undoes else None
+        )
         self._replicas = range(plan.replication_factor)  # those that run here
         self._optimizer_may_draw = not type(optimizer).__module__.startswith("torch.")
 
@@ -163,13 +95,13 @@ class LocalEngine:
                 self._randomness.end()
             first = first or result
             if buffers:
-                buffers.end_replica()
+                buffers.end_replica(replica)
                 gradients = self._add_gradients(gradients)
         loss, extra = first
 
         if buffers:
-            gradients = self._gather(gradients, buffers.moves)
-            buffers.end_update(self._plan.replication_factor)
+            gradients = self._gather(gradients, buffers)
+            buffers.end_update()
             for parameter, gradient in zip(self._parameters(), gradients, strict=True):
                 parameter.grad = gradient
         if self._scaling is not None:
@@ -218,8 +150,8 @@ class LocalEngine:
             self._on_micro_batch()
         return first
 
-    def _gather(self, gradients: list[torch.Tensor | None], moves: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Add what replicas elsewhere have summed, to `moves` in place: none run elsewhere."""
+    def _gather(self, gradients: list[torch.Tensor | None], buffers: ReplicaBuffers) -> list[torch.Tensor | None]:
+        """Add what replicas elsewhere have summed, also to `buffers`: none run elsewhere."""
         return gradients
 
     def _forward(self, batch: Any, number: int, update: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, dict[str, Any]]:

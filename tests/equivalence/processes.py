@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import loaded  # noqa: F401, I001
 import averaged
+import filled
 import hooked
 import logged
 import numpy
@@ -471,7 +472,7 @@ def main(folder: Path, processes: int) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(shapes, folder / f"shaped-{processes}.pt")
     if processes == 2:
-        stops = stopped.run(2)
+        stops, fills = stopped.run(2), {plan: filled.run(2, plan) for plan in filled.PLANS}
         average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
         reports = {plan: reported.run(2, plan) for plan in reported.PLANS}
         hooks = {(plan, late): hooked.run(2, plan, late) for plan in hooked.PLANS for late in (False, True)}
@@ -482,6 +483,7 @@ def main(folder: Path, processes: int) -> None:
             torch.save(logs, folder / "logged.pt")
             torch.save(reports, folder / "reported.pt")
             torch.save(stops, folder / "stopped.pt")
+            torch.save(fills, folder / "filled.pt")
             torch.save(hooks, folder / "hooked.pt")
             torch.save(messages, folder / "refusals.pt")
             torch.save({True: bound, False: free}, folder / "cores.pt")

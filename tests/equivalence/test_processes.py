@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import averaged
+import filled
 import hooked
 import logged
 import numpy as np
@@ -18,7 +19,7 @@ import stopped
 import torch
 from plain_loop import train
 from processes import CASES, Spread, dataset, run
-from runs import difference, loader, make_trainer, weights
+from runs import classes, difference, loader, make_trainer, weights
 from torch.nn import functional as F
 
 from lightning_ipu import machine
@@ -243,3 +244,24 @@ def test_of_two_signals_in_one_update_all_processes_take_sigterm_and_stop_after_
     signals, updates, groups = torch.load(folder / "stopped.pt", weights_only=False)[plan]
     assert signals == [15, 15] and updates == [4, 4]
     assert groups[0] == groups[1]  # the first run's, after it and after the second
+
+
+@pytest.mark.parametrize("plan", filled.PLANS)
+def test_buffers_that_are_filled_later_and_whole_numbers_do_not_depend_on_the_processes(plan, folder):
+    R, A = filled.PLANS[plan].get("R", 1), filled.PLANS[plan]["A"]
+    x, average, largest = classes(64).tensors[0].view(-1, R, A, 4, 8), None, torch.tensor([-(2**62), 0])
+    for update in x:
+        averages, seen = [average] * R, []
+        for replica, micro_batches in enumerate(update):
+            for micro_batch in micro_batches:
+                mean, before = micro_batch.mean(0), averages[replica]
+                averages[replica] = mean if before is None else 0.9 * before + 0.1 * mean
+                seen.append(int(micro_batch.sum(0).argmax()))
+        average = sum(averages) / R
+        largest = torch.tensor([int(largest[0]) + sum(seen[:A]), seen[A - 1]])
+
+    (one,) = filled.run(1, plan)
+    assert torch.allclose(one["network.0.average"], average, atol=1e-6) and one["network.0.largest"].equal(largest)
+    for state in torch.load(folder / "filled.pt")[plan]:
+        assert state.keys() == one.keys() and difference(state, one) <= (1e-6 if R > 2 else 0)
+        assert all(state[name].equal(one[name]) for name in one if not one[name].is_floating_point())
