@@ -12,8 +12,10 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu.command import cli  # noqa: E402
-from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.command import cli, readers  # noqa: E402
+from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, RUN, Option, UsageError  # noqa: E402
+from lightning_ipu.command.parser import build_parser, lightning_arguments, settings_of  # noqa: E402
+from lightning_ipu.command.readers import choice, positive  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 
@@ -89,7 +91,7 @@ A step is a weight update in every option, log and checkpoint name."""
 )
 
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
-_TRAINING, _RUN = "training", cli.RUN
+_TRAINING, _RUN = "training", RUN
 
 OPTIONS = (
     Option(name="--config", group="start from", metavar="FILE", help="a file of options, one a line, which the command line overrides; the package's own are for fit --config NAME"),
@@ -97,9 +99,9 @@ OPTIONS = (
     Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep images plane by plane in memory; slower on most devices"),
     #
     Option(name="--dataset", group=_DATA, key="data.dataset", type=choice(*DATA_SETS), shown="CIFAR-10, else SAMPLE", help="data set"),
-    Option(name="--data-dir", group=_DATA, key="data.data_dir", type=cli.path, metavar="DIR", default="data", help="where its files are, or are downloaded to"),
+    Option(name="--data-dir", group=_DATA, key="data.data_dir", type=readers.path, metavar="DIR", default="data", help="where its files are, or are downloaded to"),
     Option(name="--generated-data", group=_DATA, type=bool, help="make up images in the data set's shape, of classes that can be told apart; original: all zeros"),
-    Option(name="--validation-split", group=_DATA, key="data.validation_split", type=cli.fraction_or_count("images"), metavar="SHARE", default=0, help="share or number of training images to hold out and validate on after every epoch"),
+    Option(name="--validation-split", group=_DATA, key="data.validation_split", type=readers.fraction_or_count("images"), metavar="SHARE", default=0, help="share or number of training images to hold out and validate on after every epoch"),
     Option(name="--augmentation", group=_DATA, type=bool, shown="with --recipe fast", help="random crops and flips of training images"),
     Option(name="--no-augmentation", group=_DATA, type=bool, excludes="--augmentation", help="none of them"),
     Option(name="--crop-padding", group=_DATA, type=positive(zero=True), shown="2", help="pixels of border that crops are taken from"),
@@ -111,11 +113,11 @@ OPTIONS = (
     Option(name="--pipeline", group=_PLAN, type=bool, help="run the stages as a pipeline; without it they run one after the other (sharded): the same numbers"),
     Option(name="--model-shard-position", group=_PLAN, type=positive(), shown=", ".join(f"{name} {position}" for name, position in SHARD_POSITIONS.items()), help="layer that begins the second of two stages"),
     Option(name="--model_shard_position", group=_PLAN, type=positive(), help="the original's spelling of it"),
-    Option(name="--pipeline-splits", group=_PLAN, type=cli.names, metavar="NAMES", excludes="--model-shard-position", help="layers that each begin a new stage, such as network.conv3,network.dense1"),
+    Option(name="--pipeline-splits", group=_PLAN, type=readers.names, metavar="NAMES", excludes="--model-shard-position", help="layers that each begin a new stage, such as network.conv3,network.dense1"),
     Option(name="--pipeline-schedule", group=_PLAN, type=choice("1F1B", "GPipe", "Sequential", "Interleaved", "Grouped"), shown="1F1B", help="order of work in a pipeline; Interleaved is 1F1B, Grouped, the original's, is GPipe"),
     Option(name="--batches-per-step", group=_PLAN, key="trainer.strategy.device_iterations", type=positive(), shown=f"{ITERATIONS}; {ITERATIONS_WHEN_PROFILED} with --profile; original: 100", help="D, weight updates per host step at most"),
-    Option(name="--precision", group=_PLAN, key="precision", type=cli.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
-    Option(name="--seed", group=_PLAN, type=cli.seed, default=0, help="of initial weights, order, augmentation and dropout"),
+    Option(name="--precision", group=_PLAN, key="precision", type=readers.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
+    Option(name="--seed", group=_PLAN, type=readers.seed, default=0, help="of initial weights, order, augmentation and dropout"),
     #
     Option(name="--recipe", group=_TRAINING, type=choice(*RECIPES), default="original", help="original: SGD, 0.01, no augmentation, pixels from 0 to 1; fast: a rate that rises and falls, label smoothing, crops and flips, few epochs"),
     Option(name="--epochs", group=_TRAINING, key="epochs", type=positive(float), metavar="X", shown=f"keras 100, estimator 150; {EPOCHS_IN_A_HURRY} with --recipe fast; {EPOCHS_ON_SAMPLE} on SAMPLE", help="passes over the training set; fractions are turned into weight updates"),
@@ -131,12 +133,12 @@ OPTIONS = (
     Option(name="--test-only", group=_TRAINING, type=bool, excludes="--train-only", help="do not train: score the latest checkpoint in --output-dir, with the settings it was trained with"),
     #
     Option(name="--processes", group=_RUN, type=positive(), shown="1, or torchrun's", help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages"),
-    *cli.MACHINE_OPTIONS,
+    *MACHINE_OPTIONS,
     Option(name="--log-interval", group=_RUN, key="log_interval", type=positive(float), metavar="SECONDS", shown="10, or a terminal's moving line; original: 3", help="seconds between lines that say how far the run is"),
     Option(name="--summary-interval", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="weight updates between rows of metrics.csv; original: 1"),
-    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", type=cli.path, metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one", aliases=("--model-dir",)),
+    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", type=readers.path, metavar="DIR", default="results", help="gets config.yaml, metrics.csv, checkpoints/ and the reports; original: a temporary one", aliases=("--model-dir",)),
     Option(name="--profile", group=_RUN, type=bool, help="write train_report.txt and eval_report.txt into --output-dir: which operators took how long"),
-    *cli.CHECKPOINT_OPTIONS,
+    *CHECKPOINT_OPTIONS,
 )  # fmt: skip
 
 # Beside --test-only: the checkpoint knows the rest, and what is given of it is listed as having no effect.
@@ -153,7 +155,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     testing = "test_only" in given
     if testing:
         given = {name: value for name, value in given.items() if name in _OF_A_TEST}
-        settings = cli.settings_of(given, [option for option in OPTIONS if option.dest in given])
+        settings = settings_of(given, [option for option in OPTIONS if option.dest in given])
         directory = settings["trainer.default_root_dir"] = cli.output_directory(given)
         if not any(Path(directory, "checkpoints").glob("*.ckpt")):
             raise UsageError(
@@ -161,7 +163,7 @@ def settle(given: dict[str, Any]) -> list[str]:
             )
         settings["ckpt_path"] = "last"
     else:
-        settings = cli.settings_of(given, OPTIONS)
+        settings = settings_of(given, OPTIONS)
         network = _settle_recipe(given, settings)
         samples = _settle_plan(given, settings, network=network)
         if "learning_rate" not in given and settings["model.optimizer"] == "sgd":  # the recipes' rates are for their own batches
@@ -174,7 +176,7 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings |= {"data.synthetic": "host", "data.augment": False}
     if "profile" in given:
         settings["trainer.callbacks"] = [{"class_path": "lightning_ipu.ProfileReports"}]
-    return cli.lightning_arguments(settings)
+    return lightning_arguments(settings)
 
 
 def _settle_recipe(given: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -308,7 +310,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="cifar_ipu", version=_version)
-    parser = cli.build_parser(prog="cifar_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
+    parser = build_parser(prog="cifar_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
     return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start, folder=CONFIGS)
 
 

@@ -13,8 +13,10 @@ from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu.command import cli, configs  # noqa: E402
-from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.command import cli, configs, readers  # noqa: E402
+from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, RUN, SUBCOMMANDS, Option, UsageError  # noqa: E402
+from lightning_ipu.command.parser import build_parser, lightning_arguments, parse, settings_of  # noqa: E402
+from lightning_ipu.command.readers import choice, positive  # noqa: E402
 from lightning_ipu.command.words import value_of  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
@@ -51,7 +53,7 @@ between -1 and 1: a constant gets 0.5, the benchmark's goal is 0.124."""
 
 
 _NETWORK, _DATA, _SIMULATION, _PLAN = "network", "data", "simulated universes", "plan (decides the numbers)"
-_TRAINING, _RUN = "training", cli.RUN
+_TRAINING, _RUN = "training", RUN
 _FLAG = choice("0", "1")
 
 SIMULATION_OPTIONS = (
@@ -78,7 +80,7 @@ OPTIONS = (
     Option(name="--no-channels-last", group=_NETWORK, key="model.channels_last", sets=False, type=bool, help="keep volumes redshift by redshift in memory; slower on most devices"),
     #
     Option(name="--dataset", group=_DATA, type=choice(*DATA_SETS), shown="tfrecord with --data-dir, else synthetic", help="simulated universes, CosmoFlow's files, or one random cube over and over"),
-    Option(name="--data-dir", group=_DATA, key="data.data_dir", type=cli.path, metavar="DIR", shown="data", help="folder of .tfrecord files, plain or gzip, in train/ and validation/ or together; where simulated ones are kept"),
+    Option(name="--data-dir", group=_DATA, key="data.data_dir", type=readers.path, metavar="DIR", shown="data", help="folder of .tfrecord files, plain or gzip, in train/ and validation/ or together; where simulated ones are kept"),
     Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), shown="2000; of files: all", help="training samples"),
     Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train; of files: all", help="validation samples; 0 does not validate"),
     Option(name="--validation-split", group=_DATA, key="data.validation_split", type=positive(float), metavar="X", shown="0.1", help="share of the universes to hold out where all files lie in one folder"),
@@ -94,11 +96,11 @@ OPTIONS = (
     Option(name="--num-ipus", group=_PLAN, type=positive(), shown="one per replica and stage", help="virtual IPUs; without --replication-factor, replicas follow from it"),
     Option(name="--replication-factor", group=_PLAN, type=positive(), shown="1", help="R, replicas whose gradients are averaged"),
     Option(name="--gradient-accumulation-factor", group=_PLAN, key="trainer.strategy.gradient_accumulation_factor", type=positive(), default=1, help="A, micro-batches per replica and weight update"),
-    Option(name="--pipeline-splits", group=_PLAN, key="trainer.strategy.pipeline_splits", type=cli.names, metavar="NAMES", help="submodules that begin a new stage, such as network.features.2,network.fc1"),
+    Option(name="--pipeline-splits", group=_PLAN, key="trainer.strategy.pipeline_splits", type=readers.names, metavar="NAMES", help="submodules that begin a new stage, such as network.features.2,network.fc1"),
     Option(name="--recompute", group=_PLAN, key="trainer.strategy.recompute", type=bool, help="recompute activations in the backward pass: less memory, the same numbers"),
     Option(name="--iterations-per-loop", group=_PLAN, key="trainer.strategy.device_iterations", type=positive(), default=16, help="D, weight updates per host step at most"),
-    Option(name="--precision", group=_PLAN, key="precision", type=cli.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
-    Option(name="--seed", group=_PLAN, type=cli.seed, default=0, help="of universes, initial weights, order and symmetries"),
+    Option(name="--precision", group=_PLAN, key="precision", type=readers.precision_choice, default="auto", help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32"),
+    Option(name="--seed", group=_PLAN, type=readers.seed, default=0, help="of universes, initial weights, order and symmetries"),
     #
     Option(name="--optimizer", group=_TRAINING, key="model.optimizer", type=choice(*OPTIMIZERS), default="SGD", help="SGD has a momentum of 0.9"),
     Option(name="--lr", group=_TRAINING, key="model.learning_rate", type=positive(float), metavar="X", shown="SGD 0.02 x samples per weight update / 8; Adadelta 0.5; others 0.001", help="learning rate after a warm-up of 20 %, from where it falls to 2 %"),
@@ -109,12 +111,12 @@ OPTIONS = (
     Option(name="--test", group=_TRAINING, key="then_test", type=bool, help="score universes of a test set as well, at the end"),
     #
     Option(name="--processes", group=_RUN, key="trainer.devices", type=positive(), shown="1, or torchrun's", help="processes that share out the replicas and stages: a divisor of R, or R times a divisor of the stages"),
-    *cli.MACHINE_OPTIONS,
+    *MACHINE_OPTIONS,
     Option(name="--steps-per-log", group=_RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help="rows of metrics.csv"),
-    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", type=cli.path, metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
+    Option(name="--output-dir", group=_RUN, key="trainer.default_root_dir", type=readers.path, metavar="DIR", default="results", help="gets config.yaml, metrics.csv, validation.png and checkpoints/"),
     Option(name="--data-benchmark", group=_RUN, type=bool, help="do not train: read the training set as fast as it goes, 3 epochs, and say how fast"),
     Option(name="--print-fom", group=_RUN, type=bool, help="end with the figure of merit, the validation's mean absolute error, as a line of its own"),
-    *cli.CHECKPOINT_OPTIONS,
+    *CHECKPOINT_OPTIONS,
     #
     Option(name="--use-estimator", group="", refused="TensorFlow's Estimator does not exist here; there is one way to train, with the same numbers"),
     Option(name="--distributed", group="", refused="use --processes, or torchrun (the original ignored this option)"),
@@ -126,18 +128,18 @@ OPTIONS = (
 
 GENERATE_OPTIONS = (
     *SIMULATION_OPTIONS,
-    Option(name="--output-dir", group=_DATA, type=cli.path, metavar="DIR", help="gets train/, validation/ and test/ with .tfrecord files; must be given"),
+    Option(name="--output-dir", group=_DATA, type=readers.path, metavar="DIR", help="gets train/, validation/ and test/ with .tfrecord files; must be given"),
     Option(name="--n-train", group=_DATA, key="data.n_train", type=positive(), default=2000, help="training cubes"),
     Option(name="--n-valid", group=_DATA, key="data.n_valid", type=positive(zero=True), shown="a tenth of --n-train", help="validation cubes, and as many to test on"),
-    Option(name="--seed", group=_DATA, key="data.seed", type=cli.seed, default=0, help="of the universes"),
+    Option(name="--seed", group=_DATA, key="data.seed", type=readers.seed, default=0, help="of the universes"),
     Option(name="--num-workers", group=_RUN, type=positive(), shown="the cores it may use", help="processes"),
 )  # fmt: skip
 
 SHOW_OPTIONS = (
     *(replace(option, shown="64") if option.name == "--cells" else option for option in SIMULATION_OPTIONS if option.name not in ("--sample-size", "--pack")),
     Option(name="--index", group=_DATA, type=positive(zero=True), default=0, help="number of the universe"),
-    Option(name="--seed", group=_DATA, type=cli.seed, default=0, help="of the universes"),
-    Option(name="--output", group=_RUN, type=cli.path, metavar="FILE", default="universe.png", help="where the picture goes"),
+    Option(name="--seed", group=_DATA, type=readers.seed, default=0, help="of the universes"),
+    Option(name="--output", group=_RUN, type=readers.path, metavar="FILE", default="universe.png", help="where the picture goes"),
 )  # fmt: skip
 
 
@@ -149,7 +151,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     configured = "config" in given
     config = [f"--config={_find_config(given['config'])}"] if configured else []
     options = [option for option in OPTIONS if option.dest in given] if configured else OPTIONS
-    settings = cli.settings_of(given, options) | {"then_validate": True}
+    settings = settings_of(given, options) | {"then_validate": True}
     _settle_plan(given, settings, configured=configured)
     _settle_data(given, settings, configured=configured)
     if "lr" not in given and ("optimizer" in given or not configured):
@@ -168,7 +170,7 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
     if "print_fom" in given and settings.get("data.n_valid") == 0:
         raise UsageError("--print-fom needs validation, and --n-valid is 0")
-    return config + cli.lightning_arguments(settings)
+    return config + lightning_arguments(settings)
 
 
 def _settle_plan(given: dict[str, Any], settings: dict[str, Any], *, configured: bool) -> None:
@@ -331,7 +333,7 @@ def _show(given: dict[str, Any]) -> int:
 
 
 def _data_options(given: dict[str, Any], options: tuple[Option, ...]) -> dict[str, Any]:
-    return {key.removeprefix("data."): value for key, value in cli.settings_of(given, options).items()}
+    return {key.removeprefix("data."): value for key, value in settings_of(given, options).items()}
 
 
 def _other(name: str, words: list[str]) -> int:
@@ -340,10 +342,10 @@ def _other(name: str, words: list[str]) -> int:
         "generate": (GENERATE_OPTIONS, _generate, "Write a data set of simulated universes as TFRecord files; goes on where it was interrupted."),
         "show": (SHOW_OPTIONS, _show, "Draw a simulated universe: a slice at each redshift, and its power spectrum beside linear theory."),
     }[name]  # fmt: skip
-    parser = cli.build_parser(prog=f"cosmoflow_ipu {name}", description=what, epilog="", options=options, version=_version)
+    parser = build_parser(prog=f"cosmoflow_ipu {name}", description=what, epilog="", options=options, version=_version)
     parser.usage = f"cosmoflow_ipu {name} [options]"
     try:
-        given = cli.parse(words, parser=parser, options=options)
+        given = parse(words, parser=parser, options=options)
         if name == "generate" and "output_dir" not in given:
             raise UsageError("generate needs --output-dir DIR, the folder to write to")
         return run(given)
@@ -364,9 +366,9 @@ def main(arguments: list[str] | None = None) -> int:
         return _other(words[0], words[1:])
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="cosmoflow_ipu", version=_version)
-    if not words or words[0] not in cli.SUBCOMMANDS:
+    if not words or words[0] not in SUBCOMMANDS:
         words = _with_named_config(words)
-    parser = cli.build_parser(prog="cosmoflow_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
+    parser = build_parser(prog="cosmoflow_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
     return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start, folder=CONFIGS, reads_config=False)
 
 

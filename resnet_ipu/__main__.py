@@ -13,8 +13,10 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from lightning_ipu import machine  # noqa: E402
-from lightning_ipu.command import cli, configs  # noqa: E402
-from lightning_ipu.command.cli import Option, UsageError, choice, positive  # noqa: E402
+from lightning_ipu.command import cli, configs, readers  # noqa: E402
+from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, RUN, Option, UsageError  # noqa: E402
+from lightning_ipu.command.parser import build_parser, lightning_arguments, parse, settings_of  # noqa: E402
+from lightning_ipu.command.readers import choice, positive  # noqa: E402
 from lightning_ipu.command.words import pairs, value_of  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
@@ -99,7 +101,7 @@ _size.choices = (*CIFAR_SIZES, *IMAGENET_SIZES, *TOY_MODELS)
 _dataset.choices = DATA_SETS
 
 _NETWORK, _DATA, _PLAN = "network", "data", "plan (decides the numbers)"
-_TRAINING, _RUN = "training", cli.RUN
+_TRAINING, _RUN = "training", RUN
 _COMPILER = "steers the IPU's compiler only and changes nothing here"
 
 OPTIONS = (
@@ -163,7 +165,7 @@ OPTIONS = (
         name="--pretrained",
         group=_NETWORK,
         key="model.pretrained",
-        type=cli.path,
+        type=readers.path,
         metavar="FILE",
         help="start from a state_dict under torchvision's names, such as its .pth files",
     ),
@@ -196,7 +198,7 @@ OPTIONS = (
         name="--data-dir",
         group=_DATA,
         key="data.data_dir",
-        type=cli.path,
+        type=readers.path,
         metavar="DIR",
         default="data",
         help="where its files are, or are downloaded to",
@@ -206,7 +208,7 @@ OPTIONS = (
         name="--validation-split",
         group=_DATA,
         key="data.validation_split",
-        type=cli.fraction_or_count("images"),
+        type=readers.fraction_or_count("images"),
         metavar="SHARE",
         shown="0.1; SAMPLE has 500 images of its own",
         help="share or number of training images to validate on; the test set is left for --test",
@@ -375,7 +377,7 @@ OPTIONS = (
         name="--pipeline-splits",
         group=_PLAN,
         key="trainer.strategy.pipeline_splits",
-        type=cli.names,
+        type=readers.names,
         metavar="NAMES",
         shown="balanced",
         help="submodules that begin a new stage, with commas, such as network.layer2,network.layer3",
@@ -414,7 +416,7 @@ OPTIONS = (
         name="--precision",
         group=_PLAN,
         key="precision",
-        type=cli.precision_choice,
+        type=readers.precision_choice,
         default="auto",
         help="<compute>.<weights>; auto is 16.32 where the device is fast at bfloat16, else 32.32",
     ),
@@ -458,7 +460,7 @@ OPTIONS = (
         excludes="--loss-scaling",
         help="double the factor every 2,000 updates; skip an update that overflows, and halve it",
     ),
-    Option(name="--seed", group=_PLAN, type=cli.seed, default=0, help="of initial weights, order, augmentation and held-out images"),
+    Option(name="--seed", group=_PLAN, type=readers.seed, default=0, help="of initial weights, order, augmentation and held-out images"),
     Option(
         name="--deterministic",
         group=_PLAN,
@@ -494,7 +496,7 @@ OPTIONS = (
     Option(
         name="--learning-rate-decay",
         group=_TRAINING,
-        type=cli.numbers,
+        type=readers.numbers,
         metavar="X,...",
         shown="1,0.1,0.01",
         help="multipliers of a stepped schedule; this or the next option selects it, as --lr-schedule stepped does",
@@ -502,7 +504,7 @@ OPTIONS = (
     Option(
         name="--learning-rate-schedule",
         group=_TRAINING,
-        type=cli.numbers,
+        type=readers.numbers,
         metavar="X,...",
         shown="0.5,0.75",
         help="shares of the run after which the next multiplier holds",
@@ -652,14 +654,14 @@ OPTIONS = (
         name="--limit-train-batches",
         group=_TRAINING,
         key="trainer.limit_train_batches",
-        type=cli.fraction_or_count("micro-batches", least=1),
+        type=readers.fraction_or_count("micro-batches", least=1),
         help="micro-batches per epoch, or with a decimal point a share of the training set",
     ),
     Option(
         name="--limit-val-batches",
         group=_TRAINING,
         key="trainer.limit_val_batches",
-        type=cli.fraction_or_count("micro-batches"),
+        type=readers.fraction_or_count("micro-batches"),
         help="the same for validation",
     ),
     Option(name="--training", group=_TRAINING, type=bool, default=True, help="false scores checkpoints, or random weights, instead"),
@@ -669,7 +671,7 @@ OPTIONS = (
         name="--valid-per-epoch",
         group=_TRAINING,
         key="events.validations",
-        type=cli.frequency,
+        type=readers.frequency,
         metavar="X",
         shown="1; with --ckpts-per-epoch 0",
         excludes="--no-validation",
@@ -705,7 +707,7 @@ OPTIONS = (
         shown="all",
         help="whole networks that validate at once, at most one per process: the same numbers",
     ),
-    *cli.MACHINE_OPTIONS,
+    *MACHINE_OPTIONS,
     Option(
         name="--steps-per-log",
         group=_RUN,
@@ -718,7 +720,7 @@ OPTIONS = (
         name="--logs-per-epoch",
         group=_RUN,
         key="events.logs",
-        type=cli.frequency,
+        type=readers.frequency,
         metavar="X",
         excludes="--steps-per-log",
         help="the same by epoch: a number, or a fraction such as 1/2; 0 is one row at the end",
@@ -731,27 +733,31 @@ OPTIONS = (
         help="log to Weights & Biases as well; with WANDB_MODE=offline into --output-dir, without a network",
     ),
     Option(name="--wandb-run-name", group=_RUN, key="wandb_run_name", metavar="NAME", shown="chosen there", help="name of the run there"),
-    Option(name="--wandb-tags", group=_RUN, key="wandb_tags", type=cli.names, metavar="NAMES", help="its tags there, with commas"),
+    Option(name="--wandb-tags", group=_RUN, key="wandb_tags", type=readers.names, metavar="NAMES", help="its tags there, with commas"),
     Option(
         name="--output-dir",
         group=_RUN,
-        type=cli.path,
+        type=readers.path,
         metavar="DIR",
         shown="results",
         help="gets config.yaml, metrics.csv and checkpoints/",
     ),
     Option(
-        name="--log-dir", group=_RUN, type=cli.path, metavar="DIR", excludes="--output-dir", help="the original's word for --output-dir"
+        name="--log-dir", group=_RUN, type=readers.path, metavar="DIR", excludes="--output-dir", help="the original's word for --output-dir"
     ),
     Option(
-        name="--log_dir_string", group=_RUN, type=cli.path, metavar="NAME", help="put the output into this sub-directory of --output-dir"
+        name="--log_dir_string",
+        group=_RUN,
+        type=readers.path,
+        metavar="NAME",
+        help="put the output into this sub-directory of --output-dir",
     ),
-    *cli.CHECKPOINT_OPTIONS,
+    *CHECKPOINT_OPTIONS,
     Option(
         name="--ckpts-per-epoch",
         group="checkpoints",
         key="events.checkpoints",
-        type=cli.frequency,
+        type=readers.frequency,
         metavar="X",
         excludes="--checkpoint-every",
         help="keep checkpoints, so many per epoch: a number, a fraction such as 1/4, or 0; they are all scored at the end",
@@ -768,7 +774,7 @@ OPTIONS = (
         name="--checkpoint-input-dir",
         group="checkpoints",
         key="checkpoint_input_dir",
-        type=cli.path,
+        type=readers.path,
         metavar="DIR",
         help="score every checkpoint there, in the order of their weight updates, instead",
     ),
@@ -801,7 +807,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     """
     given = _with_norm_layer(given)
     of_checkpoints = not given.get("training", True) and "checkpoint_input_dir" in given
-    settings = cli.settings_of(given, [option for option in OPTIONS if not of_checkpoints or option.dest in given])
+    settings = settings_of(given, [option for option in OPTIONS if not of_checkpoints or option.dest in given])
     _settle_data(given, settings, of_checkpoints=of_checkpoints)
     batch, updates = _settle_plan(given, settings)
     if not of_checkpoints:
@@ -831,7 +837,7 @@ def settle(given: dict[str, Any]) -> list[str]:
     if "max_steps" in given and "epochs" not in given:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
     settings["trainer.default_root_dir"] = cli.output_directory(given)
-    return cli.lightning_arguments(settings)
+    return lightning_arguments(settings)
 
 
 _OF_IMAGENET = ("image_size", "fast_decode", "no_eight_bit_transfer", "on_bad_image", "num_classes", "train_shards", "validation_shards")
@@ -1107,7 +1113,7 @@ _SHARDS = "one per 100 MB or so, at most 1024"
 CONVERT_OPTIONS = (
     Option(name="--train-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the training images over"),
     Option(name="--validation-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the validation images over"),
-    Option(name="--seed", group="shards", type=cli.seed, default=0, help="of the order in which images are spread over the files"),
+    Option(name="--seed", group="shards", type=readers.seed, default=0, help="of the order in which images are spread over the files"),
     Option(
         name="--on-bad-image",
         group="shards",
@@ -1125,13 +1131,13 @@ def _convert(words: list[str]) -> int:
 Make TFRecord shards of the folders SRC/train and SRC/val, which hold a folder of images for each class. The bytes of the images are
 copied as they are. Each shard is read back and compared, and there as a whole or not at all: after an interruption the same command
 goes on."""
-    parser = cli.build_parser(prog="resnet_ipu convert", description=what, epilog="", options=CONVERT_OPTIONS, version=_version)
+    parser = build_parser(prog="resnet_ipu convert", description=what, epilog="", options=CONVERT_OPTIONS, version=_version)
     parser.usage = "resnet_ipu convert SRC DST [options]"
     places, rest = words[:2], words[2:]
     try:
         if any(word.startswith("-") for word in places):
             places, rest = [], words
-        given = cli.parse(rest, parser=parser, options=CONVERT_OPTIONS)
+        given = parse(rest, parser=parser, options=CONVERT_OPTIONS)
         if len(places) < 2 or not all(place.strip() for place in places):
             raise UsageError("give the folder to read and the one to write to: resnet_ipu convert SRC DST")
         from lightning_ipu.command.run import keep_quiet
@@ -1166,7 +1172,7 @@ def main(arguments: list[str] | None = None) -> int:
         return cli.average(words[1:], prog="resnet_ipu", version=_version)
     if words[:1] == ["convert"]:
         return _convert(words[1:])
-    parser = cli.build_parser(prog="resnet_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
+    parser = build_parser(prog="resnet_ipu", description=DESCRIPTION, epilog=EPILOG, options=OPTIONS, version=_version)
     return cli.main(words, parser=parser, options=OPTIONS, settle=settle, start=start, folder=CONFIGS)
 
 

@@ -14,7 +14,7 @@ import yaml
 from cifar_ipu import __main__ as command
 from cifar_ipu import networks
 from cifar_ipu.data import ImageDataModule
-from lightning_ipu.command import cli
+from lightning_ipu.command.parser import build_parser, parse
 from lightning_ipu.recipe.optimizers import OPTIMIZERS
 
 CONFIGS = Path(command.__file__).parent / "configs"
@@ -34,8 +34,8 @@ def run(command_line, monkeypatch):
 
 def settled(line: str) -> dict[str, str]:
     """LightningCLI settings that a short command line is translated to."""
-    parser = cli.build_parser(prog="cifar_ipu", description="", epilog="", options=command.OPTIONS, version=str)
-    lines = command.settle(cli.parse(line.split(), parser=parser, options=command.OPTIONS))
+    parser = build_parser(prog="cifar_ipu", description="", epilog="", options=command.OPTIONS, version=str)
+    lines = command.settle(parse(line.split(), parser=parser, options=command.OPTIONS))
     return dict(line.removeprefix("--").split("=", 1) for line in lines)
 
 

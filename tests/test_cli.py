@@ -18,7 +18,7 @@ import torch
 import yaml
 from image_tree import make_tree
 
-from lightning_ipu.command import cli
+from lightning_ipu.command.parser import build_parser, lightning_arguments, parse
 from resnet_ipu import __main__ as command
 from resnet_ipu import networks
 
@@ -42,8 +42,8 @@ def run(command_line):
 
 def settled(*arguments: str) -> dict[str, str]:
     """LightningCLI settings that a short command line is translated to."""
-    parser = cli.build_parser(prog="resnet_ipu", description="", epilog="", options=command.OPTIONS, version=str)
-    lines = command.settle(cli.parse(arguments, parser=parser, options=command.OPTIONS))
+    parser = build_parser(prog="resnet_ipu", description="", epilog="", options=command.OPTIONS, version=str)
+    lines = command.settle(parse(arguments, parser=parser, options=command.OPTIONS))
     return dict(line.removeprefix("--").split("=", 1) for line in lines)
 
 
@@ -470,7 +470,7 @@ class Interrupted(pl.Callback):
 def test_ctrl_c_within_a_validation_ends_after_it_with_a_checkpoint_and_twice_at_once(run, times):
     config = [{"class_path": "test_cli.Interrupted", "init_args": {"times": times}}]
     short = settled(*TINY, "--epochs", "3")
-    line = ["fit", *cli.lightning_arguments(short), f"--trainer.callbacks={json.dumps(config)}"]
+    line = ["fit", *lightning_arguments(short), f"--trainer.callbacks={json.dumps(config)}"]
     status, output, _ = run(*line)
     assert status == 130 and ("stopped after 16 weight updates" in output) == (times == 1)
     last = torch.load("results/checkpoints/last.ckpt")["lightning_ipu"]["position"]

@@ -15,7 +15,7 @@ import yaml
 
 from cosmoflow_ipu import __main__ as command
 from cosmoflow_ipu import data, module, networks
-from lightning_ipu.command import cli
+from lightning_ipu.command.parser import build_parser, parse
 from lightning_ipu.data.tfrecord import TFRecords, write_tfrecord
 
 CONFIGS = Path(command.__file__).parent / "configs"
@@ -37,9 +37,9 @@ def run(command_line):
 
 def settled(*arguments: str) -> dict[str, str]:
     """LightningCLI settings that a short command line is translated to."""
-    parser = cli.build_parser(prog="cosmoflow_ipu", description="", epilog="", options=command.OPTIONS, version=str)
+    parser = build_parser(prog="cosmoflow_ipu", description="", epilog="", options=command.OPTIONS, version=str)
     words = command._with_named_config(list(arguments))
-    lines = command.settle(cli.parse(words, parser=parser, options=command.OPTIONS))
+    lines = command.settle(parse(words, parser=parser, options=command.OPTIONS))
     return dict(line.removeprefix("--").split("=", 1) for line in lines)
 
 

@@ -257,11 +257,12 @@ def test_precision_names_are_settled_or_refused_by_name():
 _SPINNING = """
 import os, subprocess, sys
 from lightning_ipu.command import cli
+from lightning_ipu.command.parser import build_parser
 print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
 def start(words, given):
     print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
     return 0
-parser = cli.build_parser(prog="x", description="", epilog="", options=(), version=str)
+parser = build_parser(prog="x", description="", epilog="", options=(), version=str)
 cli.main(["fit"], parser=parser, options=(), settle=list, start=start, folder=None)
 """
 

@@ -12,7 +12,8 @@ from test_cli import CONFIGS, OF_LIGHTNING, run, settled  # noqa: F401 -- fixtur
 
 from cifar_ipu.data import ImageDataModule
 from lightning_ipu import IPUStrategy
-from lightning_ipu.command import cli, configs
+from lightning_ipu.command import configs
+from lightning_ipu.command.parser import build_parser, parse
 from lightning_ipu.precision.names import lightning_precision
 from resnet_ipu import __main__ as command
 from resnet_ipu import keras_names, networks
@@ -45,8 +46,8 @@ FACTS = {
 
 def options_of(name: str, *words: str) -> dict:
     """The options of a named configuration under those of a command line."""
-    parser = cli.build_parser(prog="resnet_ipu", description="", epilog="", options=command.OPTIONS, version=str)
-    given = cli.parse(words, parser=parser, options=command.OPTIONS)
+    parser = build_parser(prog="resnet_ipu", description="", epilog="", options=command.OPTIONS, version=str)
+    given = parse(words, parser=parser, options=command.OPTIONS)
     return configs.overlay(configs.read(name, folder=CONFIGS, options=command.OPTIONS, prog="resnet_ipu"), given, command.OPTIONS)
 
 

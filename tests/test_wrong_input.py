@@ -1,5 +1,6 @@
 """What a person gets wrong about files and numbers ends in one line that names it, or works; nothing is written where nobody looks."""
 
+import argparse
 import json
 import shutil
 from functools import partial
@@ -14,7 +15,8 @@ from runs import Ledger, fit, loader
 
 from cifar_ipu import __main__ as cifar
 from cosmoflow_ipu import __main__ as cosmoflow
-from lightning_ipu.command import cli
+from lightning_ipu.command import readers
+from lightning_ipu.command.options import AVERAGE_OPTIONS
 from resnet_ipu import __main__ as resnet
 
 pytestmark = pytest.mark.usefixtures("own_process")
@@ -141,17 +143,17 @@ def test_every_option_that_names_a_path_takes_home_directories_and_no_empty_word
         cosmoflow.OPTIONS,
         cosmoflow.GENERATE_OPTIONS,
         cosmoflow.SHOW_OPTIONS,
-        cli.AVERAGE_OPTIONS,
+        AVERAGE_OPTIONS,
     ):
         for option in options:
             if option.metavar in ("DIR", "FILE") and option.name != "--config":
-                assert option.type is cli.path, option.name
-    assert [cli.path(text) for text in ("~/x", "results", "a b", "null", "1e3", "./y")] == [
+                assert option.type is readers.path, option.name
+    assert [readers.path(text) for text in ("~/x", "results", "a b", "null", "1e3", "./y")] == [
         "/own/x", "results", "./a b", "./null", "./1e3", "./y"
     ]  # fmt: skip
     for text in ("", " "):
-        with pytest.raises(cli.argparse.ArgumentTypeError, match="is no path"):
-            cli.path(text)
+        with pytest.raises(argparse.ArgumentTypeError, match="is no path"):
+            readers.path(text)
 
 
 def test_names_that_yaml_takes_for_numbers_booleans_nothing_or_dates_survive_a_configuration(run, tmp_path):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ipu.command.cli import Option
+    from lightning_ipu.command.options import Option
 
 HARDWARE, BASE = "ipu_hardware", "base"
 COMMAND = "command"  # in a run's config.yaml: the command that it belongs to

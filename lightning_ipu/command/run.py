@@ -45,6 +45,7 @@ from lightning_ipu.command.output import (
     write_atomically,
     write_scores,
 )
+from lightning_ipu.command.readers import LARGEST_SEED
 from lightning_ipu.command.slowdown import SlowdownWatch
 from lightning_ipu.command.words import file_with
 from lightning_ipu.files import atomic_write, read_checkpoint
@@ -297,8 +298,8 @@ class CommandLine(LightningCLI):
     def _check(config: Any) -> None:
         """Refuse what Lightning, numpy or the system would take for something else, or die of."""
         seed = config.seed_everything
-        if not isinstance(seed, bool) and not 0 <= seed <= cli.LARGEST_SEED:
-            raise MisconfigurationException(f"seed_everything={seed} must lie between 0 and {cli.LARGEST_SEED}")
+        if not isinstance(seed, bool) and not 0 <= seed <= LARGEST_SEED:
+            raise MisconfigurationException(f"seed_everything={seed} must lie between 0 and {LARGEST_SEED}")
         if config.trainer.default_root_dir is None:
             raise MisconfigurationException(
                 "trainer.default_root_dir=null: the results need a directory; write ./null for one of that name"

@@ -303,7 +303,7 @@ def average_checkpoints(
 
 
 def write_average(given: dict[str, Any]) -> str:
-    """Carry out the command `average`, whose options `cli.AVERAGE_OPTIONS` lists; returns the lines to show.
+    """Carry out the command `average`, whose options `command.options.AVERAGE_OPTIONS` lists; returns the lines to show.
 
     Raises:
         ValueError, OSError: see `average_checkpoints`; or there is nothing at the given path.

@@ -1,0 +1,155 @@
+"""The row that describes a short option, and the options that every command has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ipu.command.readers import choice, path, positive
+
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
+
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out; the message is the one line that a person reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One row of a command's table.
+
+    Args:
+        name: as typed, ``--batch-size``.
+        key: LightningCLI's key that a given value goes to; None where the command's own rules turn the value into settings.
+        sets: what a flag puts there: false for one that switches something off. A flag that is given as false puts the opposite.
+        type: what reads the text; ``bool`` makes the option a flag, which takes true or false as well.
+        default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
+            says which.
+        shown: the default in words.
+        help: one sentence.
+        group: heading in the help.
+        metavar: placeholder for the value in the help.
+        excludes: an option, or several, that cannot be given together with this one.
+        refused: why the option, known from older programs, is not to be had here. It is listed in the help, and refused by name.
+        aliases: the option's names in the original programs.
+    """
+
+    name: str
+    group: str
+    help: str = ""
+    key: str | None = None
+    sets: bool = True
+    type: Callable[[str], Any] = str
+    default: Any = None
+    shown: str | None = None
+    metavar: str | None = None
+    excludes: str | tuple[str, ...] | None = None
+    refused: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        return _dest(self.name)
+
+    @property
+    def excluded(self) -> list[str]:
+        """The names, with underscores, of the options that this one excludes."""
+        names = (self.excludes,) if isinstance(self.excludes, str) else self.excludes or ()
+        return [_dest(name) for name in names]
+
+
+def _dest(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+RUN = "run (moves speed and output only, precision excepted)"
+
+MACHINE_OPTIONS = (
+    Option(name="--device", group=RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),
+    Option(
+        name="--threads",
+        group=RUN,
+        key="machine.threads",
+        type=positive(),
+        shown="OMP_NUM_THREADS, else the cores it may use",
+        help="threads of one operation",
+    ),
+    Option(
+        name="--no-allocator-setting",
+        group=RUN,
+        key="machine.keep_freed_memory",
+        sets=False,
+        type=bool,
+        help="leave glibc's allocator alone; else it keeps freed memory, which is faster",
+    ),
+    Option(
+        name="--no-core-binding",
+        group=RUN,
+        key="trainer.strategy.bind_cores",
+        sets=False,
+        type=bool,
+        help="let several processes wander over the cores; else each keeps to its share of them",
+    ),
+)
+
+CHECKPOINT_OPTIONS = (
+    Option(
+        name="--resume",
+        group="checkpoints",
+        key="resume",
+        type=bool,
+        help="go on with the run in the output directory, with the options it was started with; where there is none yet, begin it",
+    ),
+    Option(
+        name="--checkpoint-every",
+        group="checkpoints",
+        key="checkpoint_every",
+        type=positive(),
+        shown="one per epoch",
+        help="save after every N weight updates as well",
+    ),
+    Option(
+        name="--keep-last",
+        group="checkpoints",
+        key="keep_last",
+        type=positive(),
+        default=1,
+        help="keep the latest N of them, beside the best",
+    ),
+)
+
+AVERAGE_OPTIONS = (
+    Option(
+        name="--checkpoint-input-path",
+        group="average",
+        metavar="DIR",
+        type=path,
+        shown="results/checkpoints",
+        help="the checkpoints of a run; its output directory will do",
+    ),
+    Option(
+        name="--checkpoint-output-path",
+        group="average",
+        metavar="FILE",
+        type=path,
+        shown="averaged.ckpt beside them",
+        help="gets the average",
+    ),
+    Option(
+        name="--weight-avg-strategy",
+        group="average",
+        type=choice("mean", "exponential"),
+        shown="mean",
+        help="weigh all alike, or newer ones more",
+    ),
+    Option(
+        name="--weight-avg-exp-decay",
+        group="average",
+        type=positive(float),
+        metavar="X",
+        shown="0.99",
+        help="exponential: from the oldest on, average = X x average + (1 - X) x weights",
+    ),
+    Option(name="--weight-avg-N", group="average", type=int, metavar="N", shown="-1", help="how many of the newest; -1 for all"),
+)
