@@ -11,7 +11,6 @@ import os
 import signal
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -25,11 +24,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
 from pytorch_lightning.callbacks import (
-    BaseFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
-    ModelPruning,
-    OnExceptionCheckpoint,
     ProgressBar,
     SpikeDetection,
     StochasticWeightAveraging,
@@ -41,7 +37,6 @@ from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEn
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities import GradClipAlgorithmType
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -51,11 +46,9 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ipu import machine
-from lightning_ipu.cutting.balance import StageCost, balanced_splits, stage_table
-from lightning_ipu.cutting.partition import Partition, cut
+from lightning_ipu.cutting.balance import StageCost
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.cutting.stand_ins import is_one_piece
-from lightning_ipu.cutting.trial import Uses, undisturbed
 from lightning_ipu.data.evaluation import EvaluationData
 from lightning_ipu.data.host_steps import HostStep, HostSteps
 from lightning_ipu.data.order import Shard
@@ -63,20 +56,15 @@ from lightning_ipu.data.training import TrainingData
 from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.buffers import make_room
 from lightning_ipu.engine.distributed import (
-    DistributedEngine,
     EvaluationPipeline,
-    PipelineEngine,
     Processes,
     StageState,
-    answered,
     broadcast_state,
-    called_with,
-    check_calls,
     process_groups,
 )
 from lightning_ipu.engine.local import LocalEngine
-from lightning_ipu.engine.stage import NamedRandomness, Recomputation, recompute_blocks
 from lightning_ipu.loop import continuation
+from lightning_ipu.loop.assembly import Assembly
 from lightning_ipu.loop.checkpoint_io import AtomicCheckpointIO, loads_not
 from lightning_ipu.loop.events import batch_hooks, events_of, validation_interval
 from lightning_ipu.loop.launcher import Launcher, check_can_start_again, let_signals_end
@@ -112,14 +100,13 @@ from lightning_ipu.loop.user_step import (
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.plugin import SixteenBit
-from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all, set_torch_streams, torch_streams
+from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
 from lightning_ipu.recipe.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 
 # torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
 
 _SEVERAL_OPTIMIZERS = "configure_optimizers returned {number} optimizers; IPUStrategy needs exactly one (use parameter groups)"
-_UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _BATCHES_BETWEEN_AGREEMENTS = 4  # of a validation; between them several processes do not agree on whether a signal ends it
 _TRANSFER, _STEP, _EVALUATION = (name_word(name) for name in ("transfer", "step", "evaluation"))
@@ -413,7 +400,6 @@ class IPUStrategy(DDPStrategy):
             self._metrics = SharedMetrics(module, self._processes.gathered)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_what_is_compiled(module, recompute=self.recompute, parts=self._processes.parts if self._processes else 1)
-            blocks = recompute_blocks(module, self.recompute, self.pipeline_splits)
             self._exchange(trainer, "accumulate_grad_batches", self.plan.micro_batches_per_update)
             try:
                 self.setup_optimizers(trainer)
@@ -429,16 +415,29 @@ class IPUStrategy(DDPStrategy):
                     module, self.progress.latest, gather=self._processes.gathered, speaker=self._processes.parts - 1
                 )
                 self._recorder.muted = not self._processes.is_last  # the last stage runs the whole step
-            self._randomness = NamedRandomness(module, seed=self.seed, device=self.root_device)
-            self._recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=self._recorder)
-            if self.recompute is True and not blocks:
-                rank_zero_info(
-                    f"recompute=True recomputes nothing in {type(module).__name__}: it is built of bare layers alone. Group them into blocks,"
-                    " or name layers, e.g. recompute=['network.0']"
-                )
             self._own_schedules()
             self._own_batches(trainer)
-            self._make_engine(trainer)
+            made = Assembly(
+                trainer,
+                optimizer=self.optimizers[0],
+                precision=self.precision_plugin,
+                plan=self.plan,
+                processes=self._processes,
+                recorder=self._recorder,
+                progress=self.progress,
+                seed=self.seed,
+                device=self.root_device,
+                recompute=self.recompute,
+                pipeline_splits=self.pipeline_splits,
+                pipeline_schedule=self.pipeline_schedule,
+                ready=self._ready,
+                on_micro_batch=self._count_micro_batch,
+                on_stop=self._stop,
+                undo=self._undo,
+            )
+            self.pipeline_splits, self.stage_costs = made.splits, made.stage_costs
+            self._engine, self._stages, self._scaling, self._undoes = made.engine, made.stages, made.scaling, made.undoes
+            self._lr_step, self._late_hooks = made.lr_scheduler_step, made.late_hooks
         else:
             self.setup_precision_plugin()
 
@@ -484,165 +483,6 @@ class IPUStrategy(DDPStrategy):
                 self._schedules.append((config.scheduler, config.frequency))
                 config.frequency = float("inf")  # never due in Lightning's eyes; `interval` stays for LearningRateMonitor
 
-    def _make_engine(self, trainer: Trainer) -> None:
-        module, optimizer = self.lightning_module, self.optimizers[0]
-        step = module.training_step
-        takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        plain = type(self.precision_plugin) is Precision
-        clip_value = trainer.gradient_clip_val
-        clips = bool(clip_value) or is_overridden("configure_gradient_clipping", module)
-        zero_grad = partial(self._user_zero_grad, optimizer) if is_overridden("optimizer_zero_grad", module) else None
-        self._lr_step = (
-            partial(self._in_hook, "lr_scheduler_step", module.lr_scheduler_step) if is_overridden("lr_scheduler_step", module) else None
-        )
-
-        tried, metrics = self.plan.replication_factor == 1, metrics_of(module)
-
-        def noted_step(batch: Any, number: int) -> Any:
-            self._recorder.begin_batch(batch, number)
-            return step(batch, number) if takes_index else step(batch)
-
-        def shared_step(batch: Any, number: int) -> Any:
-            nonlocal tried
-            versions = None if tried else [parameter._version for parameter in module.parameters()]
-            # The stages before the last leave the step at its call of `self(...)`: what it did before counts on the last one.
-            with nullcontext() if self._processes.is_last else undone_unless_finished(self._recorder, metrics):
-                output = noted_step(batch, number)
-            if versions is not None:
-                tried = True
-                _refuse_changed_parameters(module, versions)
-            return output
-
-        ours = isinstance(self.precision_plugin, SixteenBit)
-        narrow = self.precision_plugin.narrow_update(optimizer, module, seed=self.seed) if ours else None
-        if narrow is not None:
-            self._undo.callback(narrow.remove)
-        self._scaling = self.precision_plugin.scaling if ours else None
-        self._undoes = any(
-            isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False) for callback in trainer.callbacks
-        )
-        common: dict[str, Any] = {
-            "plan": self.plan,
-            "module": module,
-            "optimizer": optimizer,
-            "step": shared_step if self._processes else noted_step,
-            "context": None if plain else self.precision_plugin.train_step_context,
-            "randomness": self._randomness,
-            "hooks": {name: self._update_hooks(trainer, f"on_{name}") for name in _UPDATE_HOOKS},
-            "zero_grad": zero_grad,
-            "backward": module.backward if is_overridden("backward", module) else None,
-            "on_micro_batch": self._count_micro_batch,
-            "scaling": self._scaling,
-            "update_weights": narrow and narrow.step,
-            "undoes": self._undoes,
-        }
-        clip = partial(module.configure_gradient_clipping, optimizer, clip_value, trainer.gradient_clip_algorithm) if clips else None
-        if is_overridden("configure_gradient_clipping", module):
-            clip = partial(self._in_hook, "configure_gradient_clipping", clip)
-        # Hooks after the reduction in which processes exchange whether to stop.
-        own = any(is_overridden(name, module) for name in ("configure_gradient_clipping", "lr_scheduler_step"))
-        self._late_hooks = own or any(common["hooks"][name] for name in ("after_backward", "before_optimizer_step"))
-        if self._processes is None:
-            self._engine = LocalEngine(**common, clip=clip)
-            return
-        common |= {"processes": self._processes, "stop_signal": lambda: self.progress.stop_signal or 0, "on_stop": self._stop}
-        common |= {"should_stop": lambda: trainer.should_stop}
-        if self._processes.parts == 1:
-            self._engine = DistributedEngine(**common, clip=clip)
-            return
-        self._refuse_in_pipeline(trainer)
-        partition = self._cut(trainer, common["step"], common["context"] or nullcontext)
-        self._stages = StageState(module, partition, self._processes)
-        by_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-        self._engine = PipelineEngine(
-            **common,
-            state=self._stages,
-            schedule=self.pipeline_schedule,
-            clip_norm=clip_value if by_norm else None,
-            clip_value=None if by_norm else clip_value,
-            remark=rank_zero_warn,
-        )
-
-    def _refuse_in_pipeline(self, trainer: Trainer) -> None:
-        module, accumulation, parts = self.lightning_module, self.plan.gradient_accumulation_factor, self._processes.parts
-        if self.pipeline_schedule == "1F1B" and accumulation < parts:
-            raise PlanError(
-                f"pipeline_schedule=1F1B over {parts} processes needs gradient_accumulation_factor of at least {parts}, not {accumulation};"
-                " raise it, or take GPipe"
-            )
-        for hook in ("configure_gradient_clipping", "backward"):
-            if is_overridden(hook, module):
-                raise PlanError(f"{type(module).__name__}.{hook} is overridden, which several processes with a stage each cannot honour")
-        for callback in trainer.callbacks:
-            if any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__):
-                raise PlanError(
-                    f"the callback {type(callback).__name__} needs the whole network in one process; a pipeline has a stage in each"
-                )
-            if isinstance(callback, (BaseFinetuning, ModelPruning)):
-                raise PlanError(
-                    f"the callback {type(callback).__name__} changes which parameters are trained, but a pipeline is cut for them at the"
-                    " start; change them before training, or take no more processes than replicas"
-                )
-
-    def _cut(self, trainer: Trainer, step: Any, context: Any) -> Partition:
-        """Cut the network into stages by what the user's step calls `self(...)` with for the first micro-batch; in all processes alike."""
-        module, processes = self.lightning_module, self._processes
-        trainer.fit_loop.setup_data()
-        muted, self._recorder.muted = self._recorder.muted, True
-        with (
-            preserved_streams(self.root_device),
-            self._recorder.recording(),
-            unchanged_metrics(metrics_of(module)),
-            undisturbed(module),
-            _told("while IPUStrategy tried the training step once, before on_fit_start, to cut the network into stages"),
-        ):
-            with context(), Uses(module) as before:
-                batch = self._ready(trainer.fit_loop._combined_loader.flattened[0].data.example(), 0)
-                args, kwargs = called_with(module, lambda: step(batch, 0))
-            if not self.pipeline_splits:
-                found: Any = None
-                if processes.rank == 0:
-                    try:
-                        found = self._balanced(args, kwargs, context)
-                    except PlanError as refusal:
-                        found = refusal
-                found = self.broadcast(found)
-                if isinstance(found, PlanError):
-                    raise found
-                self.pipeline_splits, self.stage_costs = found
-                for line in stage_table(self.stage_costs):
-                    rank_zero_info(line)
-                if self.recompute is True:
-                    self._recomputation.choose(recompute_blocks(module, True, self.pipeline_splits))
-            with self._randomness.stand_ins.stood():
-                partition = cut(module, args, kwargs, splits=self.pipeline_splits, training=True, context=context)
-            zeros = [torch.zeros_like(result, device=self.root_device) for result in partition.boundaries[-1]]
-            # No leaves: the step may change them in place.
-            results = [zero.requires_grad_(like.requires_grad).clone() for zero, like in zip(zeros, partition.boundaries[-1], strict=True)]
-            calls = []
-
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                calls.append(args)
-                return partition.restore(results)
-
-            last = self.plan.num_stages // processes.parts * (processes.parts - 1)
-            with context(), answered(module, forward), Uses(module) as whole:
-                try:
-                    output = step(batch, 0)
-                except AttributeError:
-                    partition.check_step(before, whole, last=last)
-                    if not whole.attributes & partition.left:
-                        raise
-                    output = None  # the step reads what the last stage will leave on a module
-        self._recorder.muted = muted
-        check_calls(module, len(calls))
-        if isinstance(output, Mapping):
-            output = output.get("loss")
-        if isinstance(output, torch.Tensor):  # else the first weight update says what is wrong
-            _check_loss(module, output, partition)
-        partition.check_step(before, whole, last=last)
-        return partition
-
     def _hear_sigterm(self, signum: int, frame: Any) -> None:
         """In place of Lightning's handler, which starts a collective wherever this process is, and takes effect only after a host step."""
         trainer = self.lightning_module.trainer
@@ -659,17 +499,6 @@ class IPUStrategy(DDPStrategy):
             self._stages.fetch()  # in all processes alike
         super().on_exception(exception)
 
-    def _balanced(self, args: Any, kwargs: Any, context: Any) -> tuple[list[str], list[StageCost]]:
-        """Measured cuts between the blocks that are recomputed, or inside them where there are too few and the user has named none."""
-        make = partial(balanced_splits, self.lightning_module, args, kwargs, num_stages=self.plan.num_stages, context=context)
-        try:
-            with self._randomness.stand_ins.stood():
-                return make()
-        except PlanError:
-            if self.recompute is not True:
-                raise
-        return make()
-
     def _stop(self, number: int) -> None:
         """Called in every process in the same weight update: one of them had been asked to stop before it."""
         self.progress.stop_signal = self._agreed_stop = number
@@ -685,35 +514,6 @@ class IPUStrategy(DDPStrategy):
         if self._processes is not None:
             number = self._processes.largest(number)
         return number or None
-
-    def _update_hooks(self, trainer: Trainer, name: str) -> list[Any]:
-        """What is to be called for one per-update hook: the callbacks' and the module's, where they are overridden."""
-        module, calls, alike = self.lightning_module, [], Counter()
-        for callback in trainer.callbacks:
-            if is_overridden(name, callback):
-                kind = type(callback).__qualname__
-                call = partial(getattr(callback, name), trainer, module)
-                calls.append(partial(self._in_hook, name, call, owner=f"{kind} {alike[kind]}"))
-                alike[kind] += 1
-        if is_overridden(name, module):
-            calls.append(partial(self._in_hook, name, getattr(module, name)))
-        return calls
-
-    def _in_hook(self, name: str, call: Any, *arguments: Any, owner: str = "") -> None:
-        """Call a hook of a weight update; what it draws depends on its name, its owner and the update alone."""
-        streams = torch_streams(self.root_device)
-        self._randomness.begin_hook(self.progress.run_updates, f"{owner} {name}")
-        self._recorder.hook = name
-        try:
-            call(*arguments)
-        finally:
-            self._recorder.hook = None
-            set_torch_streams(streams, self.root_device)  # the backward pass continues the step's random streams
-
-    def _user_zero_grad(self, optimizer: Optimizer) -> None:
-        module, trainer = self.lightning_module, self.lightning_module.trainer
-        place = trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx
-        self._in_hook("optimizer_zero_grad", module.optimizer_zero_grad, *place, optimizer)
 
     def _count_micro_batch(self) -> None:
         self.progress.samples_done += self.plan.micro_batch_size * self.plan.replication_factor // len(self._replicas)
@@ -1493,19 +1293,6 @@ def _ignored(message: str) -> Iterator[None]:
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Add to an exception's message where it came up."""
-    try:
-        yield
-    except PlanError:
-        raise
-    except Exception as error:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"({where})")
-        raise
-
-
-@contextmanager
 def _unheard_batch(trainer: Trainer) -> Iterator[None]:
     """Let no callback and no hook of the module hear of the batch that is evaluated."""
     callbacks, attributes = trainer.callbacks, vars(trainer.lightning_module)
@@ -1639,34 +1426,6 @@ def _refuse_what_is_compiled(module: LightningModule, *, recompute: bool | list[
             f"{type(module).__name__} is compiled as a whole, so that it cannot be cut into stages over {parts} processes: compile its"
             " submodules instead, e.g. self.network = torch.compile(self.network)"
         )
-
-
-def _check_loss(module: LightningModule, loss: torch.Tensor, partition: Partition) -> None:
-    """Refuse a loss that reaches parameters of a stage before the last: they are not where the loss is computed."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    last, nodes, seen = partition.parameters[-1], [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        if name is not None and name not in last:
-            raise PlanError(
-                f"the loss of {type(module).__name__} uses the parameter {name!r} of an earlier stage directly; in a pipeline a loss can"
-                " reach it through the forward's output only (weight decay belongs to the optimizer)"
-            )
-        nodes += [following for following, _ in node.next_functions]
-
-
-def _refuse_changed_parameters(module: LightningModule, versions: list[int]) -> None:
-    """Refuse a step that moves parameters itself: a process that runs a share of the steps would move them a share of the times."""
-    for (name, parameter), version in zip(module.named_parameters(), versions, strict=True):
-        if parameter._version != version:
-            raise PlanError(
-                f"the training step of {type(module).__name__} changes the parameter {name!r}, and of several processes each runs a share of"
-                " the steps; change it once per weight update, in on_before_zero_grad, or use one process"
-            )
 
 
 class _OneProcess(LightningEnvironment):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
+from lightning_ipu.cutting.call import arguments_of_call, step_around
 from lightning_ipu.cutting.partition import Partition, cut
 from lightning_ipu.engine.buffers import ReplicaBuffers, floats_as_whole, whole_as_floats
 from lightning_ipu.engine.local import LocalEngine
@@ -202,48 +203,6 @@ class DistributedEngine(LocalEngine):
         return [gradient if here else None for gradient, here in zip(sums, present, strict=True)]
 
 
-class Called(BaseException):
-    """Carries what the user's step called `self(...)` with out of the step."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
-        self.args, self.kwargs = args, kwargs
-
-
-@contextmanager
-def answered(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let something else answer the module's `self(...)`."""
-    object.__setattr__(module, "forward", forward)
-    try:
-        yield
-    finally:
-        object.__delattr__(module, "forward")
-
-
-def check_calls(module: nn.Module, calls: int, what: str = "the training step") -> None:
-    """Refuse a step that does not call `self(...)` exactly once."""
-    if calls != 1:
-        raise PlanError(f"{what} of {type(module).__name__} calls self(...) {calls} times; a pipeline needs exactly one call")
-
-
-def called_with(module: nn.Module, step: Callable[[], Any], what: str = "the training step") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a step calls `self(...)` with.
-
-    Raises:
-        PlanError: the step does not call it.
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        raise Called(args, kwargs)
-
-    with answered(module, forward):
-        try:
-            step()
-        except Called as call:
-            return call.args, call.kwargs
-    raise PlanError(f"{what} of {type(module).__name__} does not call self(...), which is what a pipeline runs; call it once")
-
-
 class PipelineEngine(DistributedEngine):
     """The distributed engine where this process holds some of the stages of one replica.
 
@@ -305,7 +264,7 @@ class PipelineEngine(DistributedEngine):
         batch = self._take()  # which draws under seeds of its own
         self._randomness.begin(self._update, self._replica, micro_batch)
         with (self._context or nullcontext)():
-            self._called = called_with(self._module, lambda: self._step(batch, self._number + micro_batch))
+            self._called = arguments_of_call(self._module, lambda: self._step(batch, self._number + micro_batch))
         return self._pipeline.tell(self._kinds, *self._called)
 
     def _stages_forward(self, micro_batch: int, piece: Slice, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -323,16 +282,12 @@ class PipelineEngine(DistributedEngine):
 
     def _loss(self, place: int, piece: Slice, results: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """On the last stage: the user's step around the output that arrived; its share of the update's loss."""
-        output = piece.partition.restore(results)
-        calls = []
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls.append(args)
-            return output
-
-        with answered(self._module, forward):
-            loss, extra = self._forward(self._take(), self._number + place, self._update, self._replica, place)
-        check_calls(self._module, len(calls))
+        batch = self._take()
+        loss, extra = step_around(
+            self._module,
+            piece.partition.restore(results),
+            lambda: self._forward(batch, self._number + place, self._update, self._replica, place),
+        )
         scaled = loss / self._plan.micro_batches_per_update
         if self._replica == self._replicas.start and place == 0:
             for hook in self._hooks["before_backward"]:
@@ -406,7 +361,7 @@ class EvaluationPipeline:
     def step(self, step: Callable[[], Any]) -> Any:
         """Run the user's step on a batch; returns its result on the last stage, None elsewhere."""
         with self._context():
-            args, kwargs = called_with(self._module, step, "a step of pipeline_validation")
+            args, kwargs = arguments_of_call(self._module, step, "a step of pipeline_validation")
         number = self._kinds.find(args, kwargs)
         piece = self._kinds.add(self._kinds.described(args, kwargs)) if number is None else self._kinds[number]
         results: tuple[torch.Tensor, ...] = ()
@@ -421,16 +376,7 @@ class EvaluationPipeline:
         self._pipeline.run([(True, 0)], kind=lambda _: piece, forward=forward)
         if not self._processes.is_last:
             return None
-        calls = []
-
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            calls.append(args)
-            return piece.partition.restore(results)
-
-        with answered(self._module, answer):
-            output = step()
-        check_calls(self._module, len(calls), "a step of pipeline_validation")
-        return output
+        return step_around(self._module, piece.partition.restore(results), step, "a step of pipeline_validation")
 
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
