@@ -66,6 +66,7 @@ from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.loop import continuation
 from lightning_ipu.loop.assembly import Assembly
 from lightning_ipu.loop.checkpoint_io import AtomicCheckpointIO, loads_not
+from lightning_ipu.loop.decisions import Decisions
 from lightning_ipu.loop.events import batch_hooks, events_of, validation_interval
 from lightning_ipu.loop.launcher import Launcher, check_can_start_again, let_signals_end
 from lightning_ipu.loop.position import (
@@ -240,6 +241,7 @@ class IPUStrategy(DDPStrategy):
         self._epoch: int | None = None  # that `progress.updates_done` counts in
         self._agreed_stop: int | None = None
         self.end_by: Callable[[int], None] | None = None  # ends a fit by a signal; None leaves it to Lightning, which saves nothing
+        self._decisions: Decisions | None = None  # while several processes fit
         self._shown: tuple[list[Any], list[Any]] | None = None  # what was in the batch that hooks were given
         self._under_way: HostStep | None = None  # the host step in progress, or the one that an error has ended
         self._reached: str | None = None  # the latest hook after a host step that is over; None once the next one begins
@@ -417,6 +419,9 @@ class IPUStrategy(DDPStrategy):
                 self._recorder.muted = not self._processes.is_last  # the last stage runs the whole step
             self._own_schedules()
             self._own_batches(trainer)
+            if self._processes is not None:
+                self._decisions = Decisions(trainer, gathered=self._processes.gathered, exchange=self._exchange, undo=self._undo)
+                self._undo.callback(setattr, self, "_decisions", None)
             made = Assembly(
                 trainer,
                 optimizer=self.optimizers[0],
@@ -736,6 +741,8 @@ class IPUStrategy(DDPStrategy):
     def on_validation_end(self) -> None:
         if self._reached is not None:
             self._reached, self._shown_before = VALIDATION_END, None
+        if self._decisions is not None:
+            self._decisions.agree()
         trains = self._engine is not None and not self.lightning_module.trainer.sanity_checking
         if self._stages is not None and trains and not self._evaluates_in_pipeline:
             self._stages.give_up()
@@ -881,6 +888,8 @@ class IPUStrategy(DDPStrategy):
                 f"train_dataloader gave several training loaders ({len(loaders.flattened)} in a {type(loaders.iterables).__name__});"
                 " IPUStrategy needs exactly one: join the data sets, e.g. with torch.utils.data.StackDataset or ConcatDataset"
             )
+        if self._decisions is not None:
+            self._decisions.agree()
         self._own_validation_interval(trainer)
         if self._stages is not None:  # only now: after a refusal the user has the whole network
             self._stages.give_up()
@@ -1122,6 +1131,8 @@ class IPUStrategy(DDPStrategy):
     def _epoch_ended(self, connector: Any) -> None:
         """After the hooks of an epoch's end: say which logged values are not the same in every process."""
         type(connector).on_epoch_end(connector)
+        if self._decisions is not None:
+            self._decisions.agree()
         logged = {name: float(value) for name, value in connector.trainer.callback_metrics.items()}
         for name in names_apart(self._processes.gathered(logged)):
             if name not in self._told_apart:
@@ -1353,7 +1364,7 @@ def _trained_micro_batches(trainer: Trainer, data: TrainingData, plan: Plan, *, 
 
 
 def _check_validation_interval(trainer: Trainer, updates: int | None) -> None:
-    interval = trainer.val_check_interval
+    interval = getattr(trainer, "val_check_interval", None)  # Lightning sets none where it is a time
     if isinstance(interval, int) and updates is not None and trainer.enable_validation and trainer.check_val_every_n_epoch is not None:
         if interval > updates:
             raise PlanError(

@@ -285,7 +285,7 @@ def events_of(trainer: Trainer, plan: Plan, updates_per_epoch: int | None) -> Ho
 
 def validation_interval(trainer: Trainer, updates_per_epoch: int | None) -> int | None:
     """`val_check_interval` in weight updates; a fraction is of an epoch; None where only an epoch's end validates."""
-    interval = trainer.val_check_interval
+    interval = getattr(trainer, "val_check_interval", None)  # Lightning sets none where it is a time
     if isinstance(interval, int):
         return interval
     if updates_per_epoch is None or interval is None or trainer._val_check_time_interval is not None:

@@ -472,6 +472,7 @@ def main(folder: Path, processes: int) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(shapes, folder / f"shaped-{processes}.pt")
     if processes == 2:
+        decisions = {(plan, hook): stopped.decide(2, plan, hook) for plan in stopped.PLANS for hook in stopped.DECISIONS}
         stops, fills = stopped.run(2), {plan: filled.run(2, plan) for plan in filled.PLANS}
         average, logs = averaged.run(2), {plan: logged.run(2, plan) for plan in logged.PLANS}
         reports = {plan: reported.run(2, plan) for plan in reported.PLANS}
@@ -483,6 +484,7 @@ def main(folder: Path, processes: int) -> None:
             torch.save(logs, folder / "logged.pt")
             torch.save(reports, folder / "reported.pt")
             torch.save(stops, folder / "stopped.pt")
+            torch.save(decisions, folder / "decisions.pt")
             torch.save(fills, folder / "filled.pt")
             torch.save(hooks, folder / "hooked.pt")
             torch.save(messages, folder / "refusals.pt")

@@ -246,6 +246,14 @@ def test_of_two_signals_in_one_update_all_processes_take_sigterm_and_stop_after_
     assert groups[0] == groups[1]  # the first run's, after it and after the second
 
 
+@pytest.mark.parametrize("hook", stopped.DECISIONS)
+@pytest.mark.parametrize("plan", stopped.PLANS)
+def test_what_one_process_decides_in_a_hook_holds_in_all_after_the_same_update(plan, hook, folder):
+    expected = stopped.DECISIONS[hook]
+    assert stopped.decide(1, plan, hook) == [expected]
+    assert torch.load(folder / "decisions.pt")[plan, hook] == [expected, expected]
+
+
 @pytest.mark.parametrize("plan", filled.PLANS)
 def test_buffers_that_are_filled_later_and_whole_numbers_do_not_depend_on_the_processes(plan, folder):
     R, A = filled.PLANS[plan].get("R", 1), filled.PLANS[plan]["A"]
