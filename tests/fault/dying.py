@@ -1,4 +1,4 @@
-"""A run of two processes of which the second dies at the third weight update: dying.py HOW [marker], HOW being kill, raise or live."""
+"""A run of two processes of which the second dies at the third weight update: dying.py HOW, HOW being kill, raise or live."""
 
 import os
 import signal

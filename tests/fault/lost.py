@@ -1,4 +1,4 @@
-"""A run of two processes that no broken connection ends: lost.py HOW [marker].
+"""A run of two processes that no broken connection ends: lost.py HOW.
 
 HOW is one of early: the second process leaves, with status 0, before the two have met. stuck: the first is killed while the
 second is in its own Python; killed: while it waits for the first. exit: the second leaves by os._exit in training_step, without a

@@ -1,13 +1,12 @@
 """However a run ends while loader workers live, its processes are gone a few seconds later, with the right status."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from runs import Net, classes, fit, loader
 
 SCRIPT = str(Path(__file__).with_name("ending.py"))
@@ -36,9 +35,7 @@ def environment(**more: str) -> dict[str, str]:
 def endings(tmp_path_factory) -> dict[str, tuple[str, str]]:
     """The exit status of each case, and the seconds from the end's cause to its end."""
     cause = str(tmp_path_factory.mktemp("endings") / "cause")
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *CASES], env=environment(CAUSE=cause), capture_output=True, text=True, timeout=250, check=False
-    )
+    done = warm.run([SCRIPT, *CASES], env=environment(CAUSE=cause), timeout=250)
     lines = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 2]
     assert len(lines) == len(CASES), done.stdout + done.stderr
     return {case: (status, seconds) for case, status, seconds in lines}
@@ -53,14 +50,8 @@ def test_a_run_over_loader_workers_ends(case, endings):
 
 @pytest.mark.parametrize("case", IN_TWO_PROCESSES)
 def test_two_processes_over_loader_workers_end(case, tmp_path):
-    done = subprocess.Popen(
-        [sys.executable, SCRIPT, case],
-        env=environment(CAUSE=str(tmp_path / "cause"), DEVICES="2"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    streams = {"stdout": warm.PIPE, "stderr": warm.STDOUT, "start_new_session": True}
+    done = warm.start([SCRIPT, case], env=environment(CAUSE=str(tmp_path / "cause"), DEVICES="2"), spares=1, **streams)
     output, _ = done.communicate(timeout=90)  # the workers hold the pipe: they have ended as well
     assert done.returncode == IN_TWO_PROCESSES[case], output
     assert time.time() - float((tmp_path / "cause").read_text()) < SECONDS
@@ -68,15 +59,9 @@ def test_two_processes_over_loader_workers_end(case, tmp_path):
 
 
 def test_an_error_of_the_first_process_under_torchrun_is_told_once():
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, SCRIPT, "error in training_step:1:no"],
-        env=environment(DEVICES="2", RANK_THAT_ENDS="0"),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*launcher, SCRIPT, "error in training_step:1:no"]
+    done = warm.run(words, env=environment(DEVICES="2", RANK_THAT_ENDS="0"), timeout=100, spares=2)
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 2, done.stderr  # the error's, and torchrun's own
     assert done.stderr.count("ValueError: the end") == 1

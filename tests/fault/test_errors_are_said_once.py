@@ -3,10 +3,10 @@
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TINY = "--dataset SAMPLE --size 8 --precision 32.32 --batch-size 16 --replication-factor 2 --limit-train-batches 2".split()
@@ -14,8 +14,7 @@ TINY = "--dataset SAMPLE --size 8 --precision 32.32 --batch-size 16 --replicatio
 
 def run(folder: Path, *words: str, launcher: list[str] = TORCHRUN, **environment: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
-    command = [sys.executable, *launcher, "-m", "resnet_ipu", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return warm.run([*launcher, "-m", "resnet_ipu", *words], cwd=folder, env=environment, timeout=120, spares=2)
 
 
 def errors(done: subprocess.CompletedProcess) -> list[str]:

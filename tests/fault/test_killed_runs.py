@@ -7,14 +7,13 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 SCRIPT = str(Path(__file__).with_name("killed.py"))
 KILLS, SEED = int(os.environ.get("KILLS", "3")), int(os.environ.get("KILL_SEED", "1"))
@@ -26,11 +25,11 @@ RUN = f"""--dataset SAMPLE --size 8 --precision 16.16 --batch-size 16 --replicat
 STATUS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
-def start(folder: Path, *more: str, launcher: Sequence[str] = (), without: str | None = None) -> subprocess.Popen:
+def start(folder: Path, *more: str, launcher: Sequence[str] = (), without: str | None = None) -> warm.Process:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     options = [word for word in RUN if word != without]
-    words = [sys.executable, *launcher, SCRIPT, "0.05", *options, "--output-dir", "out", *more]
-    return subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    words = [*launcher, SCRIPT, "0.05", *options, "--output-dir", "out", *more]
+    return warm.start(words, cwd=folder, env=environment, stdout=warm.PIPE, stderr=warm.STDOUT, spares=4)
 
 
 def result(folder: Path) -> dict[str, str]:
@@ -57,7 +56,7 @@ def _plain(value):
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def wait_for(moment: str, checkpoints: Path, process: subprocess.Popen, chance: random.Random) -> None:
+def wait_for(moment: str, checkpoints: Path, process: warm.Process, chance: random.Random) -> None:
     """Wait until the process is inside a save, or a while after one; or has ended."""
     seen = {path: path.stat().st_mtime_ns for path in checkpoints.glob("*.ckpt")} if checkpoints.exists() else {}
     left = set(checkpoints.glob(".*.part"))  # by the kill before

@@ -3,20 +3,20 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
+import warm
+
 RUN = "--dataset SAMPLE --size 8 --precision 32.32 --batch-size 16 --replication-factor 2 --limit-val-batches 2 --epochs 50".split()
 
 
-def start(folder: Path, *more: str, module: list[str] | None = None, **environment: str) -> subprocess.Popen:
+def start(folder: Path, *more: str, module: list[str] | None = None, **environment: str) -> warm.Process:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
-    command = [sys.executable, *(module or ["-m", "resnet_ipu"]), *RUN, "--output-dir", "out", *more]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
+    command = [*(module or ["-m", "resnet_ipu"]), *RUN, "--output-dir", "out", *more]
+    pipes = {"stdout": warm.PIPE, "stderr": warm.STDOUT}
+    return warm.start(command, cwd=folder, env=environment, start_new_session=True, spares=1, **pipes)
 
 
 def test_a_process_that_waits_for_others_says_so_and_is_not_deaf(tmp_path):
