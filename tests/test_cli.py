@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+import warm
 import yaml
 from image_tree import make_tree
 
@@ -47,10 +48,12 @@ def settled(*arguments: str) -> dict[str, str]:
     return dict(line.removeprefix("--").split("=", 1) for line in lines)
 
 
-def process(*arguments: str, **options) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    words = [sys.executable, *arguments]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options)
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def process(*arguments: str) -> subprocess.Popen:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *arguments], text=True, env=ENVIRONMENT, **streams)
 
 
 # -- help and wrong command lines ---------------------------------------------------------------------------------------------
@@ -438,7 +441,7 @@ def test_only_errors_raised_on_purpose_lose_their_traceback():
 @pytest.mark.parametrize(("number", "status", "again"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "the signal")])
 def test_a_signal_ends_at_a_weight_update_with_a_checkpoint_and_status_128_more(tmp_path, number, status, again):
     line = ["-m", "resnet_ipu", *TINY[:6], "--epochs", "1000", "--batches-per-step", "60"]
-    running = process(*line, cwd=tmp_path)
+    running = warm.start(line, cwd=tmp_path, env=ENVIRONMENT, stdout=warm.PIPE, stderr=warm.PIPE)
     for shown in running.stdout:
         if shown.startswith("epoch 1/"):
             break

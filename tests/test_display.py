@@ -4,8 +4,6 @@ import csv
 import io
 import re
 import resource
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import pytorch_lightning as pl
 import torch
+import warm
 from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -255,8 +254,8 @@ def test_an_earlier_run_is_moved_aside_and_other_files_stay(tmp_path):
 
 
 def test_a_directory_in_use_by_a_live_process_is_refused_and_free_after_its_end(tmp_path):
-    script = "LIGHT_START = True; import sys; from lightning_ipu.command.output import OutputDirectory; o = OutputDirectory(sys.argv[1]); o.begin(); print('held', flush=True); input()"
-    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    script = "import sys, time; from lightning_ipu.command.output import OutputDirectory; o = OutputDirectory(sys.argv[1]); o.begin(); print('held', flush=True); time.sleep(100)"
+    holder = warm.start(["-c", script, str(tmp_path)], stdout=warm.PIPE)
     try:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(OutputDirectoryError, match=f"{tmp_path} is in use by process {holder.pid}"):

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from functools import partial
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+import warm
 from forked import launched
 from image_tree import BAD, CLASSES, encoded, make_tree, oddities, photo
 from PIL import Image
@@ -436,10 +435,10 @@ def test_a_bad_image_ends_the_run_with_its_path_whoever_reads_it(run, bad_tree):
 
 
 def test_a_signal_to_all_processes_leaves_the_loaders_workers_to_the_first(tree, tmp_path):
-    words = [sys.executable, "-m", "resnet_ipu", *TINY, "--data-dir", str(tree), "--num-workers", "2", "--epochs", "10000"]
+    words = ["-m", "resnet_ipu", *TINY, "--data-dir", str(tree), "--num-workers", "2", "--epochs", "10000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(command.__file__).parents[1])}
-    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(words, start_new_session=True, **options)
+    options = {"cwd": tmp_path, "env": environment, "stdout": warm.PIPE, "stderr": warm.STDOUT}
+    process = warm.start(words, start_new_session=True, **options)
     give_up = time.monotonic() + 120
     while not (tmp_path / "results" / "checkpoints" / "last.ckpt").exists() and process.poll() is None and time.monotonic() < give_up:
         time.sleep(0.05)

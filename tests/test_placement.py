@@ -2,11 +2,11 @@
 
 import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from lightning_ipu.loop.launcher import check_can_start_again
 from lightning_ipu.placement import Placement, legal_process_counts
@@ -42,10 +42,14 @@ def test_every_virtual_ipu_lives_in_exactly_one_process(replicas, stages):
 def test_several_processes_are_refused_for_a_program_without_a_file_which_could_not_be_started_again(monkeypatch):
     script = "from lightning_ipu import IPUStrategy; import pytorch_lightning as pl; pl.Trainer(accelerator='cpu', devices=2, strategy=IPUStrategy(replication_factor=2))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-"], input=script, env=environment, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1 and "2 processes cannot be started from standard input" in done.stderr.splitlines()[-1]
+    done = warm.run(["-c", script], env=environment, timeout=100)
+    assert done.returncode == 1 and "2 processes cannot be started from python -c" in done.stderr.splitlines()[-1]
     assert "Save the program to a file, start it with torchrun, or use devices=1" in done.stderr.splitlines()[-1]
 
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["-"])
+    with pytest.raises(PlanError, match="2 processes cannot be started from standard input"):
+        check_can_start_again(2)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", sys.__spec__)
     check_can_start_again(2)  # a module can be run again, whatever the first argument is
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)

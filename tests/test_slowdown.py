@@ -8,6 +8,7 @@ import time
 import warnings
 
 import pytest
+import warm
 from runs import Ledger, fit, loader
 
 from lightning_ipu.command.slowdown import SlowdownWatch, Usage, explanation
@@ -67,8 +68,7 @@ def test_a_process_that_shares_its_core_is_seen_to_wait_for_it():
     with subprocess.Popen([sys.executable, "-c", _BUSY], env=environment, stdout=subprocess.PIPE, text=True) as busy:
         try:
             assert busy.stdout.readline() == "ready\n"
-            words = [sys.executable, "-c", _MEASURED]
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)
+            done = warm.run(["-c", _MEASURED], env=environment, timeout=60)
         finally:
             busy.kill()
     assert float(done.stdout) > 0.2

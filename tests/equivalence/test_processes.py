@@ -1,8 +1,6 @@
 """The placement decides nothing but the speed: on 2 and 4 processes, with stages or replicas apart, the numbers are those of one."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import averaged
@@ -17,6 +15,7 @@ import reported
 import shaped
 import stopped
 import torch
+import warm
 from plain_loop import train
 from processes import CASES, Spread, dataset, run
 from runs import classes, difference, loader, make_trainer, weights
@@ -33,17 +32,8 @@ def folder(tmp_path_factory):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     for count in (2, 4):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(count),
-            processes.__file__,
-            str(path),
-        ]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        done = warm.run([*launcher, processes.__file__, str(path)], env=environment, timeout=400, spares=count)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return path
 
