@@ -1140,7 +1140,7 @@ goes on."""
         given = parse(rest, parser=parser, options=CONVERT_OPTIONS)
         if len(places) < 2 or not all(place.strip() for place in places):
             raise UsageError("give the folder to read and the one to write to: resnet_ipu convert SRC DST")
-        from lightning_ipu.command.run import keep_quiet
+        from lightning_ipu.command.messages import keep_quiet
         from resnet_ipu.convert import convert
 
         shards = {"train": given.get("train_shards"), "validation": given.get("validation_shards")}

@@ -418,7 +418,7 @@ def test_settings_that_fail_later_are_one_line_as_well(run):
 
 
 def test_only_errors_raised_on_purpose_lose_their_traceback():
-    from lightning_ipu.command.run import _is_meant_for_people
+    from lightning_ipu.command.messages import is_meant_for_people
     from lightning_ipu.plan import PlanError
 
     def caught(action) -> Exception:
@@ -430,12 +430,12 @@ def test_only_errors_raised_on_purpose_lose_their_traceback():
 
     from lightning_ipu.plan import Plan
 
-    assert _is_meant_for_people(caught(lambda: Plan(micro_batch_size=0)))
+    assert is_meant_for_people(caught(lambda: Plan(micro_batch_size=0)))
     assert isinstance(caught(lambda: Plan(micro_batch_size=0)), PlanError)
-    assert not _is_meant_for_people(caught(lambda: int("x")))  # a slip
-    assert not _is_meant_for_people(caught(lambda: torch.zeros(2).view(3)))
-    assert not _is_meant_for_people(caught(lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)))  # raised by torch, not by us
-    assert _is_meant_for_people(caught(lambda: open("/nowhere/file")))
+    assert not is_meant_for_people(caught(lambda: int("x")))  # a slip
+    assert not is_meant_for_people(caught(lambda: torch.zeros(2).view(3)))
+    assert not is_meant_for_people(caught(lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)))  # raised by torch, not by us
+    assert is_meant_for_people(caught(lambda: open("/nowhere/file")))
 
 
 @pytest.mark.parametrize(("number", "status", "again"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "the signal")])

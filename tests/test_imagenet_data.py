@@ -23,7 +23,7 @@ from runs import make_trainer
 from torchvision.transforms import v2
 
 from cifar_ipu.data import DataFileError, DataNotFoundError
-from lightning_ipu.command.run import keep_quiet
+from lightning_ipu.command.messages import keep_quiet
 from lightning_ipu.data.tf_example import encode_example
 from lightning_ipu.data.tfrecord import TFRecordError, write_tfrecord
 from resnet_ipu import __main__ as command

@@ -1,0 +1,65 @@
+"""The settings that a checkpoint was trained with: what a start takes from them, and in what it differs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from lightning_ipu.command.configs import COMMAND
+from lightning_ipu.command.lifecycle import SETTINGS
+from lightning_ipu.loop.position import KEY, check_numbers
+from lightning_ipu.plan import Plan
+
+MOVABLE = ("data.data_dir", "data.index_dir", "data.num_workers")  # settings that a run may go on with others of, unremarked
+
+
+def settings_in(
+    checkpoint: dict[str, Any], path: str | Path, *, prog: str, links: Sequence[tuple[str, str]], known: Container[str]
+) -> dict[str, Any]:
+    """The settings that a checkpoint was trained with, by LightningCLI's keys; those of another command are refused.
+
+    Args:
+        path: of the checkpoint, for messages.
+        prog: the command.
+        links: (attribute of the data module, argument of the model) that are the same thing; such arguments are left out.
+        known: the command's keys.
+    """
+    linked = {argument for _, argument in links} | {"_instantiator"}
+    settings = {f"model.{name}": value for name, value in checkpoint.get("hyper_parameters", {}).items() if name not in linked}
+    settings |= checkpoint.get(SETTINGS, {})
+    if (command := settings.get(COMMAND, prog)) != prog:
+        raise MisconfigurationException(f"{path} is a checkpoint of {command}, not of {prog}: python -m {command} takes it")
+    if unknown := [name for name in settings if name not in known]:
+        raise MisconfigurationException(f"{path} is no checkpoint of {prog}, which has no setting {', '.join(unknown[:3])}")
+    return settings
+
+
+def compare_settings(config: Namespace, checkpoint: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse to go on with another plan or model than the `saved` settings, and say which settings of the data are others.
+
+    The plan comes first: a learning rate that follows from it is no cause, and would be named as one.
+    """
+    different = {}
+    if (numbers := checkpoint.get(KEY, {}).get("numbers")) is not None and hasattr(config.trainer.strategy, "init_args"):
+        factors = {name: config.trainer.strategy.init_args[name] for name in ("replication_factor", "gradient_accumulation_factor")}
+        check_numbers(numbers, Plan(micro_batch_size=config.data.micro_batch_size, **factors))
+    for name, before in saved.items():
+        section, _, key = name.partition(".")
+        now = config.get(name)
+        if now == before or name in MOVABLE or section not in ("model", "data"):
+            continue
+        if section == "model":
+            different[name] = now, before
+        else:
+            warnings.warn(f"the run goes on with {name} {now}; so far it was {before}", stacklevel=2)
+    if different:
+        now = ", ".join(f"{name} is {now}" for name, (now, _) in different.items())
+        before = ", ".join(str(before) for _, before in different.values())
+        raise MisconfigurationException(
+            f"{now}, but the run to be resumed has {before}: give {before}, or begin a new run without resuming"
+        )
