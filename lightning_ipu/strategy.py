@@ -336,6 +336,7 @@ class IPUStrategy(DDPStrategy):
             self.progress = TrainingProgress(run_updates=trainer.fit_loop.epoch_loop._batches_that_stepped)
             self._restored, self._epoch, self._under_way, self._reached, self._rest_of_step = None, None, None, None, None
             self._row, self._logged_in_epoch, self._shown_before, self._has_saved = {}, False, None, False
+            self._left_over: tuple[int, int] | None = None  # of a stream: samples and weight updates that were announced
         Strategy.setup_environment(self)
         if self._process_count > 1:
             with self._launcher.meeting():
@@ -654,6 +655,7 @@ class IPUStrategy(DDPStrategy):
         trainer, saved, module = self.lightning_module.trainer, self._restored, self.lightning_module
         position, self._restored = Position(**saved["position"]), None
         continuation.enter(trainer, position, per_update=self.plan.micro_batches_per_update)
+        self._own_validation_interval(trainer, ends_early=position.ends_epoch and position.updates != self.progress.updates_per_epoch)
         ended: dict[str, Any] = {}
         if "batch_end" in saved:
             outputs = apply_to_collection(saved["batch_end"]["outputs"], torch.Tensor, torch.Tensor.to, self.root_device)
@@ -873,11 +875,12 @@ class IPUStrategy(DDPStrategy):
         self._epoch, self.progress.updates_done = trainer.current_epoch, first // self.plan.micro_batches_per_update
         return trainer.current_epoch, first
 
-    def _own_validation_interval(self, trainer: Trainer) -> None:
+    def _own_validation_interval(self, trainer: Trainer, *, ends_early: bool = False) -> None:
         """Lightning compares the interval with micro-batches, and sets it anew, in its own way, with every training loader."""
         interval = validation_interval(trainer, self.progress.updates_per_epoch)
         if interval is not None:
-            trainer.val_check_batch = interval * self.plan.micro_batches_per_update
+            at_the_end = interval == self.progress.updates_per_epoch and trainer.check_val_every_n_epoch is not None
+            trainer.val_check_batch = float("inf") if ends_early and at_the_end else interval * self.plan.micro_batches_per_update
 
     @override
     def on_train_start(self) -> None:
@@ -925,12 +928,18 @@ class IPUStrategy(DDPStrategy):
                 f"the training stream gave {samples} samples, fewer than one weight update needs: {self.plan.factors()}."
                 " Lower one of these factors, or give more samples"
             )
-        if samples and samples != self.progress.samples_left_out:
+        asked, told = self.progress.updates_per_epoch, self._left_over
+        self._left_over, self.progress.samples_left_out = (samples, updates), samples
+        if asked is not None and told != self._left_over:
+            rank_zero_info(
+                f"The stream ended in epoch {self._epoch} after {updates} of the {asked} weight updates that limit_train_batches asks for:"
+                f" {samples} samples were left out."
+            )
+        elif samples and (told is None or samples != told[0]):
             rank_zero_info(
                 f"{samples} samples of the stream were left out of epoch {self._epoch}: it held {updates} whole weight updates"
                 f" ({self.plan.factors()})."
             )
-        self.progress.samples_left_out = samples
 
     def _next_updates(self) -> int:
         """Called when Lightning fetches a host step: its weight updates, as so many micro-batches fetched."""
@@ -1044,7 +1053,7 @@ class IPUStrategy(DDPStrategy):
                             if steps.current.completed % frequency == 0:
                                 self._lr_step(schedule, None) if self._lr_step else schedule.step()
                     # With several processes a signal of this moment waits: the others could not know of it.
-                    if self._should_stop(trainer) or self.agreed_stop is not None:
+                    if self._should_stop(trainer) or self.agreed_stop is not None or host_step.ends_epoch:
                         break
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
             self._move_batch_progress((progress.updates_done - first_update - host_step.weight_updates) * per_update + 1)
@@ -1079,11 +1088,14 @@ class IPUStrategy(DDPStrategy):
 
     def _settle(self, trainer: Trainer, epoch_loop: Any, missing: int, done: int) -> None:
         """Bring Lightning's counters and logs to where they would be had its loop made these weight updates one by one."""
+        fetcher = trainer.fit_loop._data_fetcher
         if missing:  # ended early: the rest is still to be trained on
             undone = missing * self.plan.micro_batches_per_update
             self._move_batch_progress(undone)
-            fetcher = trainer.fit_loop._data_fetcher
             fetcher.fetched, fetcher.done, epoch_loop.batch_progress.is_last_batch = fetcher.fetched + undone, False, False
+        if self._host_step.ends_epoch:
+            fetcher.done = epoch_loop.batch_progress.is_last_batch = True
+            self._own_validation_interval(trainer, ends_early=True)
 
         ends = epoch_loop.batch_progress.is_last_batch or trainer.global_step == trainer.max_steps
         if self._events.logs_are_given:

@@ -402,8 +402,49 @@ def test_a_limit_gives_a_stream_without_length_its_epochs():
         fit(Ledger(), DataLoader(Stream(8)), limit_train_batches=0.5)
     with pytest.raises(PlanError, match="limit_train_batches=1 leaves 1 micro-batches of a stream"):
         fit(Ledger(), DataLoader(Stream(8)), A=2, limit_train_batches=1)
-    with pytest.raises(PlanError, match="ended before the 9 micro-batches that limit_train_batches asks for"):
-        fit(Ledger(), DataLoader(Stream(8)), limit_train_batches=9)
+
+
+@pytest.mark.parametrize("D", [1, 16])
+@pytest.mark.parametrize("options", [{}, {"check_val_every_n_epoch": 2}, {"val_check_interval": 3}, {"max_steps": 12}], ids=str)
+def test_a_stream_shorter_than_its_limit_ends_its_epochs_as_one_whose_limit_is_its_length(options, D):
+    """Stock Lightning, too, ends the epoch, but learns too late that it does: it neither validates nor steps the schedules of epochs."""
+
+    class Noting(Ledger):
+        def __init__(self):
+            super().__init__()
+            self.noted = []
+
+        def validation_step(self, batch, batch_idx):
+            self.noted.append(("validated", self.current_epoch, self.global_step))
+
+        def on_train_epoch_end(self):
+            self.noted.append(("ended", self.current_epoch, self.global_step, self.optimizers().param_groups[0]["lr"]))
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def run(**more):
+        module = Noting()
+        fit(module, DataLoader(Stream(8)), numbered(1), **{"max_epochs": 3, "num_sanity_val_steps": 0, **options, **more})
+        return module.noted, module.seen, module.w.item()
+
+    assert run(D=D, limit_train_batches=20) == run(stock=True, limit_train_batches=8)
+
+
+@pytest.mark.parametrize(("samples", "workers"), [(9, 0), (8, 0), (9, 1)])
+def test_a_stream_shorter_than_its_limit_trains_whole_updates_and_says_what_is_left_out(samples, workers, caplog):
+    module = Ledger()
+    with caplog.at_level("INFO", logger="pytorch_lightning.utilities.rank_zero"):
+        trainer = fit(module, DataLoader(Stream(samples), num_workers=workers), A=2, D=3, limit_train_batches=20, max_epochs=2)
+    assert module.seen == [[k] for k in range(8)] * 2 and (trainer.global_step, trainer.current_epoch) == (8, 2)
+    said = [message for message in caplog.messages if "The stream ended" in message]
+    assert said == [
+        "The stream ended in epoch 0 after 4 of the 10 weight updates that limit_train_batches asks for:"
+        f" {samples - 8} samples were left out."
+    ]
+    with pytest.raises(PlanError, match="the training stream gave 1 samples, fewer than one weight update needs"):
+        fit(Ledger(), DataLoader(Stream(1), num_workers=workers), A=2, limit_train_batches=20)
 
 
 @pytest.mark.parametrize(("kind", "workers"), [(Stream, 0), (Stream, 1), (SizedStream, 1), (SizedStream, 2)])

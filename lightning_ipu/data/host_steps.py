@@ -20,10 +20,11 @@ class HostStep:
     Args:
         draw: makes one ready for the device, given its number within the host step.
         weight_updates: how many updates they are for.
+        goes_on: says after so many updates whether the epoch has data for another one; None where it is known to have.
     """
 
-    def __init__(self, draw: Callable[[int], Any], weight_updates: int) -> None:
-        self._draw, self.weight_updates = draw, weight_updates
+    def __init__(self, draw: Callable[[int], Any], weight_updates: int, goes_on: Callable[[int], bool] | None = None) -> None:
+        self._draw, self.weight_updates, self._goes_on = draw, weight_updates, goes_on
         self.drawn, self.done = 0, 0  # micro-batches, weight updates
         self._first: list[Any] = []
 
@@ -39,6 +40,11 @@ class HostStep:
         self.drawn += 1
         return self._draw(self.drawn - 1)
 
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the epoch's data are over after the updates done, before the end that was announced."""
+        return self._goes_on is not None and not self._goes_on(self.done)
+
 
 def _undisturbed(loader: DataLoader) -> Iterator[Any]:
     """A loader's batches, with the random streams left alone."""
@@ -51,6 +57,24 @@ def _undisturbed(loader: DataLoader) -> Iterator[Any]:
             except StopIteration:
                 return
         yield batch
+
+
+class _Ahead:
+    """A stream's micro-batches, of which those of a whole weight update can be had in advance: only then is it known that there are so many."""
+
+    def __init__(self, stream: Iterator[Any], per_update: int) -> None:
+        self._stream, self._per_update, self._held = stream, per_update, deque()
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    def has_update(self) -> bool:
+        self._held.extend(islice(self._stream, self._per_update - self.held))
+        return self.held == self._per_update
+
+    def __next__(self) -> Any:
+        return self._held.popleft() if self._held else next(self._stream)
 
 
 class HostSteps:
@@ -66,7 +90,7 @@ class HostSteps:
         begin: called at an epoch's first step; returns (epoch, number of the first micro-batch), or None if that is not known yet.
         next_updates: called at each host step; returns how many weight updates it may hold.
         ready: makes a host micro-batch ready for the device, given its number within the host step.
-        left_over: called at an epoch's end with the leftover samples of a stream of unknown length and the number of its updates.
+        left_over: called at the end of a stream of unknown length with its leftover samples and the number of its updates.
     """
 
     def __init__(
@@ -108,23 +132,34 @@ class HostSteps:
             yield from self._of_stream(stream, first)
             return
 
+        ahead = _Ahead(stream, self.plan.micro_batches_per_update) if self.data.samples is None else None
+
         def fetch() -> Any:
             try:
-                return next(stream)
+                return next(stream if ahead is None else ahead)
             except StopIteration:
-                asked_for = "its length promised" if self.data.samples is not None else "limit_train_batches asks for"
                 raise PlanError(
-                    f"the training data of epoch {epoch} ended before the {self.micro_batches} micro-batches that {asked_for}"
+                    f"the training data of epoch {epoch} ended before the {self.micro_batches} micro-batches that its length promised"
                 ) from None
 
+        def goes_on(updates: int) -> bool:
+            done = first + updates * self.plan.micro_batches_per_update
+            if done >= self.micro_batches or ahead.has_update():
+                return True
+            self._left_over(ahead.held * self.plan.micro_batch_size + self.data.short_samples, done // self.plan.micro_batches_per_update)
+            return False
+
+        if ahead is not None and 0 < first < self.micro_batches and not ahead.has_update():
+            raise PlanError(f"the training data of epoch {epoch} ended before micro-batch {first}, with which the run was to go on")
         try:
-            while first < self.micro_batches:
-                yield (host_step := HostStep(lambda number: self._ready(fetch(), number), self._next_updates()))
+            while first < self.micro_batches and (ahead is None or goes_on(0)):
+                host_step = HostStep(lambda number: self._ready(fetch(), number), self._next_updates(), ahead and goes_on)
+                yield host_step
                 first += host_step.done * self.plan.micro_batches_per_update  # fewer than it may hold where it was ended early
                 for _ in range(host_step.done * len(self.data.shard.places) - host_step.drawn):
                     fetch()  # a middle stage has fetched only the first
         finally:
-            stream = None  # ends the loader's workers, whoever still holds a handle
+            stream = ahead = None  # ends the loader's workers, whoever still holds a handle
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is in Lightning's counters. That there is one says that this loader resumes where it stood."""
