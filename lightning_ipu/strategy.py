@@ -55,14 +55,10 @@ from lightning_ipu.data.order import Shard
 from lightning_ipu.data.training import TrainingData
 from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.buffers import make_room
-from lightning_ipu.engine.distributed import (
-    EvaluationPipeline,
-    Processes,
-    StageState,
-    broadcast_state,
-    process_groups,
-)
+from lightning_ipu.engine.evaluation import EvaluationPipeline
 from lightning_ipu.engine.local import LocalEngine
+from lightning_ipu.engine.processes import Processes, broadcast_state, process_groups
+from lightning_ipu.engine.stages import StageState
 from lightning_ipu.loop import continuation
 from lightning_ipu.loop.assembly import Assembly
 from lightning_ipu.loop.checkpoint_io import AtomicCheckpointIO, loads_not

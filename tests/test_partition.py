@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 
 import numpy
 import pytest
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_flatten
 from lightning_ipu.cutting.balance import balanced_splits, choose_cuts
 from lightning_ipu.cutting.partition import cut
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
-from lightning_ipu.engine.stage import NamedRandomness, Recomputation
-from lightning_ipu.loop.user_step import LogRecorder
+from lightning_ipu.engine.recomputation import Recomputation
+from lightning_ipu.engine.seeding import NamedRandomness
+from lightning_ipu.loop.user_step import LogRecorder, quiet
 from lightning_ipu.plan import PlanError
 from resnet_ipu.module import ResNetModule
 from resnet_ipu.networks import resnet
@@ -318,7 +320,7 @@ def test_recomputed_blocks_and_hooks_of_the_network_work_in_its_stages():
     whole = run_whole(module, args, kwargs, randomness)
     module.load_state_dict(start)
     blocks = ["down.0", "down.1", "up.0", "up.1"]
-    Recomputation(module, blocks, randomness=randomness, recorder=LogRecorder(ResNetModule(size="8")))
+    Recomputation(module, blocks, randomness=randomness, quiet=partial(quiet, LogRecorder(ResNetModule(size="8"))))
     partition = cut(module, args, kwargs, splits=["down.2.1", "up.1"])
     seen.clear()
     assert_same(run_staged(partition, [(0,), (1,), (2,)], module, args, kwargs, randomness), whole)

@@ -14,8 +14,9 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn.utils import parametrizations, spectral_norm
 from torchmetrics import CatMetric, MeanMetric
 
-from lightning_ipu.engine.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.loop.user_step import LogRecorder
+from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
+from lightning_ipu.engine.seeding import NamedRandomness
+from lightning_ipu.loop.user_step import LogRecorder, quiet
 from lightning_ipu.plan import PlanError
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def recomputed(module: nn.Module, blocks: list[str]) -> Recomputation:
     """A module whose blocks are recomputed, at the beginning of a step."""
     randomness = NamedRandomness(module, seed=1, device=CPU)
     randomness.begin(0, 0, 0)
-    return Recomputation(module, blocks, randomness=randomness, recorder=LogRecorder(Net(lambda: nn.Identity())))
+    return Recomputation(module, blocks, randomness=randomness, quiet=partial(quiet, LogRecorder(Net(lambda: nn.Identity()))))
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ipu.engine.buffers import ReplicaBuffers
-from lightning_ipu.engine.stage import NamedRandomness
+from lightning_ipu.engine.seeding import NamedRandomness
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.loss_scaling import LossScaling
 

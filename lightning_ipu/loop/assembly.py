@@ -22,10 +22,13 @@ from lightning_ipu.cutting.balance import stage_table
 from lightning_ipu.cutting.partition import Partition
 from lightning_ipu.cutting.training_step import cut_by_step, measured_splits
 from lightning_ipu.cutting.trial import undisturbed
-from lightning_ipu.engine.distributed import DistributedEngine, PipelineEngine, Processes, StageState
+from lightning_ipu.engine.distributed import DistributedEngine, PipelineEngine
 from lightning_ipu.engine.local import LocalEngine
-from lightning_ipu.engine.stage import NamedRandomness, Recomputation, recompute_blocks
-from lightning_ipu.loop.user_step import LogRecorder, metrics_of, unchanged_metrics, undone_unless_finished
+from lightning_ipu.engine.processes import Processes
+from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
+from lightning_ipu.engine.seeding import NamedRandomness
+from lightning_ipu.engine.stages import StageState
+from lightning_ipu.loop.user_step import LogRecorder, metrics_of, quiet, unchanged_metrics, undone_unless_finished
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.plugin import SixteenBit
 from lightning_ipu.randomness import preserved_streams, set_torch_streams, torch_streams
@@ -137,7 +140,7 @@ class Assembly:
                 " or name layers, e.g. recompute=['network.0']"
             )
         self._randomness = NamedRandomness(module, seed=seed, device=device)
-        self._recomputation = Recomputation(module, blocks, randomness=self._randomness, recorder=recorder)
+        self._recomputation = Recomputation(module, blocks, randomness=self._randomness, quiet=partial(quiet, recorder))
 
         ours = precision if isinstance(precision, SixteenBit) else None
         narrow = ours and ours.narrow_update(optimizer, module, seed=seed)

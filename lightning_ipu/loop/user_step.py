@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -557,6 +557,22 @@ def unchanged_metrics(metrics: list[Metric]) -> Iterator[None]:
         yield
     finally:
         put_back()
+
+
+def quiet(recorder: LogRecorder, block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which a block is run once more: what it logs is not heard, and its metrics stay as they were."""
+    metrics = metrics_of(block)
+
+    @contextmanager
+    def muted() -> Iterator[None]:
+        before, recorder.muted = recorder.muted, True
+        try:
+            with unchanged_metrics(metrics):
+                yield
+        finally:
+            recorder.muted = before
+
+    return muted
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""Evaluate a network over its stages: forward only, one batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_ipu.cutting.call import arguments_of_call, step_around
+from lightning_ipu.cutting.partition import Partition
+from lightning_ipu.engine.pipeline import Kinds, Slice
+from lightning_ipu.engine.processes import Processes
+from lightning_ipu.engine.stages import StageState
+
+
+class EvaluationPipeline:
+    """Forward only, one batch at a time: the stages work on successive batches, since none waits for those behind it.
+
+    Args:
+        module: the network.
+        processes: who holds which stages.
+        state: what of the network is here.
+        context: makes the context of a step (autocast).
+        remark: told what the user should know.
+    """
+
+    def __init__(
+        self, module: nn.Module, processes: Processes, *, state: StageState, context: Callable[[], Any], remark: Callable[[str], None]
+    ) -> None:
+        self._module, self._processes, self._context = module, processes, context
+
+        def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
+            return state.cut(args, kwargs, training=False, context=context)
+
+        self._pipeline, self._kinds = (
+            processes.pipeline(),
+            Kinds(make, processes.stages, first=None, device=processes.device, remark=remark),
+        )
+
+    def step(self, step: Callable[[], Any]) -> Any:
+        """Run the user's step on a batch; returns its result on the last stage, None elsewhere."""
+        with self._context():
+            args, kwargs = arguments_of_call(self._module, step, "a step of pipeline_validation")
+        number = self._kinds.find(args, kwargs)
+        piece = self._kinds.add(self._kinds.described(args, kwargs)) if number is None else self._kinds[number]
+        results: tuple[torch.Tensor, ...] = ()
+        piece.partition.check_unchanged()
+
+        def forward(_: int, piece: Slice, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            nonlocal results
+            with self._context():
+                results = piece.stage(*(piece.partition.flatten(*args, **kwargs) if self._processes.is_first else values))
+            return results
+
+        self._pipeline.run([(True, 0)], kind=lambda _: piece, forward=forward)
+        if not self._processes.is_last:
+            return None
+        return step_around(self._module, piece.partition.restore(results), step, "a step of pipeline_validation")
