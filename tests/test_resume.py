@@ -397,8 +397,11 @@ def test_stock_lightning_goes_on_with_a_checkpoint(monitor, tmp_path):
 
 def test_a_resumed_run_leaves_the_files_of_one_that_was_not_and_a_finished_one_is_left_alone(tmp_path):
     class Ended(Callback):
+        def __init__(self, epoch):
+            self.epoch = epoch
+
         def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 2:
+            if trainer.current_epoch == self.epoch:
                 raise SystemExit
 
     def files(folder, *callbacks, resume=None):
@@ -409,10 +412,17 @@ def test_a_resumed_run_leaves_the_files_of_one_that_was_not_and_a_finished_one_i
         return {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
 
     whole = files(tmp_path / "whole")
-    for last in ("last.ckpt", "epoch=1.ckpt"):
-        folder = tmp_path / last
+    for number, (last, epoch) in enumerate([("last.ckpt", 2), ("epoch=1.ckpt", 2), ("epoch=0.ckpt", 1)]):
+        folder = tmp_path / str(number)
         with pytest.raises(SystemExit):
-            files(folder, Ended())
+            files(folder, Ended(epoch))
         finished = files(folder, resume=folder / last)
         assert set(finished) == set(whole), last
+    another = tmp_path / "another"  # folder, in which a last.ckpt of another run is not written over
+    another.mkdir()
+    (another / "last.ckpt").write_text("kept")
+    with pytest.raises(SystemExit):
+        files(another, Ended(1))
+    files(another, resume=another / "epoch=0.ckpt")
+    assert {path.name for path in another.glob("last*")} == {"last.ckpt", "last-v1.ckpt"} and (another / "last.ckpt").read_text() == "kept"
     assert files(tmp_path / "whole", resume=tmp_path / "whole" / "last.ckpt") == whole

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def state_beside(trainer: Trainer, hook: Hook | None, path: Any, *, shown: dict[
             if hook is not None and hook.callbacks and hook.callbacks[-1] is callback:  # it is saving
                 state |= {"_last_global_step_saved": trainer.global_step, "_last_checkpoint_saved": str(path)}
                 state["_defer_save_until_validation"] &= hook.name != VALIDATION_END
+                state["last_model_path"] = _last_path(callback, trainer)
     return {"shown": shown, "should_stop": trainer.should_stop and not out_of_time, "saved_last": saved}
 
 
@@ -62,7 +64,26 @@ def load_state_beside(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.should_stop |= state["should_stop"]
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            vars(callback).update(state["saved_last"].get(callback.state_key, {}))
+            saved = state["saved_last"].get(callback.state_key, {}).copy()
+            last = saved.pop("last_model_path", None)
+            if last is not None and Path(last).parent == Path(callback.dirpath):  # else the run has been moved
+                callback.last_model_path = last
+            vars(callback).update(saved)
+
+
+def _last_path(callback: ModelCheckpoint, trainer: Trainer) -> str | None:
+    """The file that a ModelCheckpoint which is saving another one writes right after it, as `last.ckpt`; None if it keeps none.
+
+    A run that goes on from the other one must know it as its own: else it would leave it alone, and write `last-v1.ckpt`.
+    """
+    if not callback.save_last:
+        return None
+    candidates, version = callback._monitor_candidates(trainer), None
+    while True:
+        path = callback.format_checkpoint_name(candidates, callback.CHECKPOINT_NAME_LAST, ver=version)
+        if not callback._enable_version_counter or path == callback.last_model_path or not callback.file_exists(path, trainer):
+            return path
+        version = callback.STARTING_VERSION if version is None else version + 1
 
 
 def kept_outputs(outputs: Any) -> Any:
