@@ -1,5 +1,6 @@
 """What every test starts from: one thread, a quiet Lightning, random streams and a seed of its own."""
 
+import functools
 import logging
 import os
 import random
@@ -13,8 +14,10 @@ import numpy
 import pytest
 import pytorch_lightning  # noqa: F401 -- sets its own log level when it is imported
 import torch
+from lightning_fabric.utilities import registry
 
 sys.path.insert(0, str(Path(__file__).parent))  # runs.py, for the tests in folders below
+registry.entry_points = functools.cache(registry.entry_points)  # each Trainer reads the metadata of all installed packages
 
 
 def pytest_configure(config):

@@ -1,4 +1,7 @@
-"""A run that goes on from any checkpoint equals the run that never stopped: weights, optimizer, rates, validations and every row logged."""
+"""A run that goes on from any checkpoint equals the run that never stopped: weights, optimizer, rates, validations and every row logged.
+
+Which hooks are called again, and with what, is compared call by call in test_continuation.py.
+"""
 
 import enum
 import warnings
@@ -89,16 +92,12 @@ def optimizer_state(trainer):
 @pytest.mark.parametrize(
     "options",
     [
-        {"D": 4},
-        {"D": 1, "val_check_interval": 0.5},
         {"D": 4, "val_check_interval": 0.25, "max_steps": 16, "max_epochs": None},
-        {"D": 16, "check_val_every_n_epoch": 2, "max_steps": 18},
         {"D": 3, "check_val_every_n_epoch": None, "val_check_interval": 4, "workers": 2},
-        {"D": 16, "limit_val_batches": 0},
     ],
     ids=str,
 )
-def test_resuming_from_a_checkpoint_of_any_hook_gives_the_uninterrupted_run(options, tmp_path):
+def test_resuming_from_a_checkpoint_of_any_hook_under_another_d_gives_the_uninterrupted_run(options, tmp_path):
     (tmp_path / "saves").mkdir()
     whole, trainer, noted, rows = run(tmp_path / "whole", save=tmp_path / "saves", **options)
     state = optimizer_state(trainer)
