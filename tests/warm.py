@@ -1,7 +1,7 @@
 """`python WORDS` without the five seconds of CPU time that Python takes to load torch and Lightning: forked from a process that has loaded them.
 
 `start` and `run` are subprocess.Popen and subprocess.run of such a process. The one that it is forked from (this file, as a script) has loaded
-the libraries and run nothing; it has one thread. A process that starts others itself, as our launcher and torchrun do, gets them from `spares`
+the libraries, run nothing and has one thread. A process that starts others itself, as our launcher and torchrun do, gets them from `spares`
 that were forked before it ran anything, so that they are its children. COLD=1 in the environment starts Python each time instead.
 """
 
@@ -30,7 +30,7 @@ _LARGEST = 1 << 20
 
 
 class Process:
-    """What subprocess.Popen has: of a forked process, whose status `wait_for(block)` gives, None while it runs."""
+    """What subprocess.Popen has, of a forked process; `wait_for(block)` gives its status, None while it runs."""
 
     def __init__(self, words: list[str], pid: int, wait_for: Callable[[bool], int | None], **streams: IO[str]) -> None:
         self.args, self.pid, self._wait_for, self.returncode = words, pid, wait_for, None
@@ -86,7 +86,7 @@ def start(words: list[str], *, spares: int = 0, stdout: Any = None, stderr: Any 
     """
     if os.environ.get("COLD"):
         return subprocess.Popen([sys.executable, *words], stdout=stdout, stderr=stderr, text=True, **options)
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pipes, given = {}, {"stdout": 1, "stderr": 2}
     for name, stream in (("stdout", stdout), ("stderr", stderr)):
         if stream == PIPE:
@@ -101,7 +101,7 @@ def start(words: list[str], *, spares: int = 0, stdout: Any = None, stderr: Any 
     theirs.close()
     for name in pipes:
         os.close(given[name])
-    ours.settimeout(60)
+    ours.settimeout(120)  # until the libraries are loaded, the first time
     pid = int(ours.recv(16))
 
     def wait_for(block: bool) -> int | None:
@@ -143,7 +143,7 @@ def _server() -> socket.socket:
         process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         _servers[os.getpid()] = ours
-        atexit.register(lambda: (ours.close(), process.wait()))
+        atexit.register(lambda: (process.terminate(), process.wait()))
     return _servers[os.getpid()]
 
 
