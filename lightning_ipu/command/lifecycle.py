@@ -190,7 +190,7 @@ class RunCheckpoints(Callback):
         if not self._resumed_before_a_validation:  # else the position after the validation is worth another checkpoint
             self._saved_after = trainer.global_step
         self.signals.trainer = trainer
-        trainer.strategy.end_by = partial(self._end_if_asked, trainer)
+        trainer.strategy.stop.end_by = partial(self._end_if_asked, trainer)
         self.signals.install()  # in place of Lightning's own for SIGTERM, which ends with status 0
         if trainer.is_global_zero:
             for part in self.directory.glob(".*.ckpt.*.part"):  # of a write that was killed
@@ -200,23 +200,23 @@ class RunCheckpoints(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self.every_n_updates and trainer.global_step % self.every_n_updates == 0 or self._is_due(trainer):
             self._save(trainer)
-        self._end_if_asked(trainer, trainer.strategy.agreed_stop)
+        self._end_if_asked(trainer, trainer.strategy.stop.agreed)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._per_epoch or self._is_due(trainer):
             self._save(trainer)
-        self._end_if_asked(trainer, trainer.strategy.agree_on_stop())
+        self._end_if_asked(trainer, trainer.strategy.stop.ask_all())
 
     @override
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.world_size == 1:  # several processes agree in the strategy
-            self._end_if_asked(trainer, trainer.strategy.agreed_stop)
+            self._end_if_asked(trainer, trainer.strategy.stop.agreed)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._save(trainer)
-        self._end_if_asked(trainer, trainer.strategy.agree_on_stop())
+        self._end_if_asked(trainer, trainer.strategy.stop.ask_all())
         self.signals.trainer = None
 
     @override

@@ -1,4 +1,4 @@
-"""The training loader as Lightning's loop sees it: one handle for each host step, which draws its micro-batches one at a time."""
+"""The micro-batches of an epoch in host steps, and the training loader as Lightning sees it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class HostStep:
     def __init__(self, draw: Callable[[int], Any], weight_updates: int, goes_on: Callable[[int], bool] | None = None) -> None:
         self._draw, self.weight_updates, self._goes_on = draw, weight_updates, goes_on
         self.drawn, self.done = 0, 0  # micro-batches, weight updates
+        self.ends_epoch = False  # whether the epoch's data are over, before the end that was announced
         self._first: list[Any] = []
 
     def first(self) -> Any:
@@ -40,23 +41,10 @@ class HostStep:
         self.drawn += 1
         return self._draw(self.drawn - 1)
 
-    @property
-    def ends_epoch(self) -> bool:
-        """Whether the epoch's data are over after the updates done, before the end that was announced."""
-        return self._goes_on is not None and not self._goes_on(self.done)
-
-
-def _undisturbed(loader: DataLoader) -> Iterator[Any]:
-    """A loader's batches, with the random streams left alone."""
-    with preserved_streams():
-        batches = iter(loader)
-    while True:
-        with preserved_streams():
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-        yield batch
+    def end_update(self) -> None:
+        """Called after each weight update."""
+        self.done += 1
+        self.ends_epoch = self._goes_on is not None and not self._goes_on(self.done)
 
 
 class _Ahead:
@@ -77,37 +65,76 @@ class _Ahead:
         return self._held.popleft() if self._held else next(self._stream)
 
 
-class HostSteps:
-    """The training loader as Lightning's loop sees it: as long as the epoch has micro-batches, one `HostStep` for each host step.
-
-    Whoever else iterates over it (a callback that shows some of `trainer.train_dataloader`) gets the batches of the user's own loader.
+def host_steps(
+    data: TrainingData,
+    *,
+    plan: Plan,
+    epoch: int,
+    first: int,
+    last: int | None,
+    next_updates: Callable[[], int],
+    ready: Callable[[Any, int], Any],
+    left_over: Callable[[int, int], None],
+) -> Iterator[HostStep]:
+    """The host steps of an epoch from micro-batch number `first` on.
 
     Args:
         data: where the micro-batches come from.
         plan: decides how many of them make a weight update.
-        micro_batches: how many are trained on in an epoch, a multiple of A x R; None for a stream of unknown length.
-        is_loops: whether it is Lightning's loop that holds an iterator.
-        begin: called at an epoch's first step; returns (epoch, number of the first micro-batch), or None if that is not known yet.
+        epoch: its number.
+        first, last: micro-batches in it, a multiple of A x R; None as the last one for a stream of unknown length.
         next_updates: called at each host step; returns how many weight updates it may hold.
         ready: makes a host micro-batch ready for the device, given its number within the host step.
         left_over: called at the end of a stream of unknown length with its leftover samples and the number of its updates.
+
+    Raises:
+        PlanError: the data end before they should.
+    """
+    stream, per_update = data.epoch(epoch, first=first, last=last), plan.micro_batches_per_update
+    end = float("inf") if last is None else last
+    ahead = _Ahead(stream, per_update) if data.samples is None else None
+
+    def fetch() -> Any:
+        try:
+            return next(stream if ahead is None else ahead)
+        except StopIteration:
+            raise PlanError(f"the training data of epoch {epoch} ended before the {last} micro-batches that its length promised") from None
+
+    def goes_on(updates: int) -> bool:
+        done = first + updates * per_update
+        if done >= end or ahead.has_update():
+            return True
+        left_over(ahead.held * plan.micro_batch_size + data.short_samples, done // per_update)
+        return False
+
+    if last is not None and ahead is not None and 0 < first < last and not ahead.has_update():
+        raise PlanError(f"the training data of epoch {epoch} ended before micro-batch {first}, with which the run was to go on")
+    try:
+        while first < end and (ahead is None or goes_on(0)):
+            # Without a length only what is held in memory is known to be a whole update.
+            updates = 1 if last is None else next_updates()
+            yield (host_step := HostStep(lambda number: ready(fetch(), number), updates, ahead and goes_on))
+            first += host_step.done * per_update  # fewer than it may hold where it was ended early
+            for _ in range(host_step.done * len(data.shard.places) - host_step.drawn):
+                fetch()  # a middle stage has fetched only the first
+    finally:
+        stream = ahead = None  # ends the loader's workers, whoever still holds a host step
+
+
+class TrainingLoader:
+    """The training loader as Lightning sees it: as long as the epoch has micro-batches.
+
+    Lightning's own loop draws nothing from it. Whoever else iterates over it (a callback that shows some of `trainer.train_dataloader`)
+    gets the batches of the user's own loader.
+
+    Args:
+        data: where the micro-batches come from.
+        micro_batches: how many are trained on in an epoch; None for a stream of unknown length.
+        is_loops: whether it is Lightning's loop that holds an iterator.
     """
 
-    def __init__(
-        self,
-        data: TrainingData,
-        *,
-        plan: Plan,
-        micro_batches: int | None,
-        is_loops: Callable[[Iterator[Any]], bool],
-        begin: Callable[[], tuple[int, int] | None],
-        next_updates: Callable[[], int],
-        ready: Callable[[Any, int], Any],
-        left_over: Callable[[int, int], None],
-    ) -> None:
-        self.data, self.plan, self.micro_batches = data, plan, micro_batches
-        self._is_loops, self._begin, self._next_updates = is_loops, begin, next_updates
-        self._ready, self._left_over = ready, left_over
+    def __init__(self, data: TrainingData, *, micro_batches: int | None, is_loops: Callable[[Iterator[Any]], bool]) -> None:
+        self.data, self.micro_batches, self._is_loops = data, micro_batches, is_loops
 
     def __len__(self) -> int:
         if self.micro_batches is None:
@@ -115,51 +142,14 @@ class HostSteps:
         return self.micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        def steps() -> Iterator[Any]:
+        def batches() -> Iterator[Any]:
             nonlocal iterator
             looping, iterator = self._is_loops(iterator), None
-            yield from self._host_steps() if looping else _undisturbed(self.data.user_loader)
+            if not looping:
+                yield from _undisturbed(self.data.user_loader)
 
-        iterator = steps()
+        iterator = batches()
         return iterator
-
-    def _host_steps(self) -> Iterator[HostStep]:
-        if (begins := self._begin()) is None:
-            return
-        epoch, first = begins
-        stream = self.data.epoch(epoch, first=first, last=self.micro_batches)
-        if self.micro_batches is None:
-            yield from self._of_stream(stream, first)
-            return
-
-        ahead = _Ahead(stream, self.plan.micro_batches_per_update) if self.data.samples is None else None
-
-        def fetch() -> Any:
-            try:
-                return next(stream if ahead is None else ahead)
-            except StopIteration:
-                raise PlanError(
-                    f"the training data of epoch {epoch} ended before the {self.micro_batches} micro-batches that its length promised"
-                ) from None
-
-        def goes_on(updates: int) -> bool:
-            done = first + updates * self.plan.micro_batches_per_update
-            if done >= self.micro_batches or ahead.has_update():
-                return True
-            self._left_over(ahead.held * self.plan.micro_batch_size + self.data.short_samples, done // self.plan.micro_batches_per_update)
-            return False
-
-        if ahead is not None and 0 < first < self.micro_batches and not ahead.has_update():
-            raise PlanError(f"the training data of epoch {epoch} ended before micro-batch {first}, with which the run was to go on")
-        try:
-            while first < self.micro_batches and (ahead is None or goes_on(0)):
-                host_step = HostStep(lambda number: self._ready(fetch(), number), self._next_updates(), ahead and goes_on)
-                yield host_step
-                first += host_step.done * self.plan.micro_batches_per_update  # fewer than it may hold where it was ended early
-                for _ in range(host_step.done * len(self.data.shard.places) - host_step.drawn):
-                    fetch()  # a middle stage has fetched only the first
-        finally:
-            stream = ahead = None  # ends the loader's workers, whoever still holds a handle
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is in Lightning's counters. That there is one says that this loader resumes where it stood."""
@@ -177,15 +167,20 @@ class HostSteps:
     def _iterator(self, value: None) -> None:
         self.data.loader._iterator = value
 
-    def _of_stream(self, stream: Iterator[Any], first: int) -> Iterator[HostStep]:
-        """Host steps of one weight update: only what is held in memory is known to be a whole update."""
-        per_update = self.plan.micro_batches_per_update
-        while len(held := deque(islice(stream, per_update))) == per_update:
-            yield HostStep(lambda number, held=held: self._ready(held.popleft(), number), 1)
-            first += per_update
-        self._left_over(len(held) * self.plan.micro_batch_size + self.data.short_samples, first // per_update)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "data":
             raise AttributeError(name)
         return getattr(self.data.user_loader, name)
+
+
+def _undisturbed(loader: DataLoader) -> Iterator[Any]:
+    """A loader's batches, with the random streams left alone."""
+    with preserved_streams():
+        batches = iter(loader)
+    while True:
+        with preserved_streams():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from lightning_fabric.utilities.cloud_io import _is_local_file_protocol
+from pytorch_lightning.plugins import CheckpointIO
 from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from typing_extensions import override
 
 from lightning_ipu.files import atomic_write, named_when_damaged
@@ -82,3 +84,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 plain = _harmless_types(path)[0]
         with torch.serialization.safe_globals(plain), named_when_damaged(path):
             return super().load_checkpoint(path, map_location, weights_only)
+
+
+def completed(io: CheckpointIO | None) -> CheckpointIO:
+    """The user's checkpoint plugin, with this package's inside where it is none or wraps none."""
+    if io is None:
+        return AtomicCheckpointIO()
+    if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+        io.checkpoint_io = AtomicCheckpointIO()
+    return io

@@ -21,7 +21,6 @@ from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.loops.evaluation_loop import RestartStage as EvaluationStage
 from pytorch_lightning.loops.fit_loop import RestartStage as EpochStage
 from pytorch_lightning.loops.training_epoch_loop import RestartStage as BatchStage
-from pytorch_lightning.trainer import call
 from torch.utils._pytree import tree_flatten
 
 from lightning_ipu.loop.position import BATCH_END, EPOCH_END, EPOCH_START, VALIDATION, VALIDATION_END, Hook, Position
@@ -140,14 +139,12 @@ def go_on(trainer: Trainer, position: Position, *, outputs: Any = None, batch: A
         outputs, batch, batch_idx: what `on_train_batch_end` is called with, where it was not over.
     """
     fit_loop = trainer.fit_loop
-    epoch_loop, connector = fit_loop.epoch_loop, trainer._logger_connector
+    epoch_loop = fit_loop.epoch_loop
     if position.hook == BATCH_END:
         epoch_loop._results.batch = batch  # by whose size `self.log` weighs
         with unheard(trainer, position):
-            call._call_callback_hooks(trainer, BATCH_END, outputs, batch, batch_idx)
-            call._call_lightning_module_hook(trainer, BATCH_END, outputs, batch, batch_idx)
-        connector.on_batch_end()
-        connector.update_train_step_metrics()
+            epoch_loop.end_batch(outputs, batch, batch_idx)
+        trainer._logger_connector.update_train_step_metrics()
     if position.hook == VALIDATION_END:
         _end_validation(trainer, position)
         epoch_loop._skip_next_val = True
@@ -181,12 +178,7 @@ def _enter_epoch(trainer: Trainer) -> None:
     fit_loop._restart_stage = EpochStage.RESTARTED_MID_EPOCH
     epoch_loop.restarting, epoch_loop._restart_stage = True, BatchStage.RESTARTED_ON_LAST  # for the epoch loop to keep its counters
 
-    def on_run_start(data_fetcher: Any) -> None:
-        del epoch_loop.on_run_start
-        epoch_loop.on_run_start(data_fetcher)
-        epoch_loop.restarting = False  # else it would pass the end of the last update once more
-
-    epoch_loop.on_run_start = on_run_start
+    epoch_loop.goes_on = True
 
 
 @contextmanager
