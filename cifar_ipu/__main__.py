@@ -12,7 +12,7 @@ import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu.command import cli, readers  # noqa: E402
+from lightning_ipu.command import cli, once, readers  # noqa: E402
 from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, RUN, Option, UsageError  # noqa: E402
 from lightning_ipu.command.parser import build_parser, lightning_arguments, settings_of  # noqa: E402
 from lightning_ipu.command.readers import choice, positive  # noqa: E402
@@ -306,7 +306,7 @@ def _facts(line: CommandLine) -> list[tuple[str, str]]:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if cli.is_answered_by_the_first(words):
+    if once.is_answered_by_the_first(words):
         return 0
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="cifar_ipu", version=_version)

@@ -13,7 +13,7 @@ from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
-from lightning_ipu.command import cli, configs, readers  # noqa: E402
+from lightning_ipu.command import cli, configs, once, readers  # noqa: E402
 from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, RUN, SUBCOMMANDS, Option, UsageError  # noqa: E402
 from lightning_ipu.command.parser import build_parser, lightning_arguments, parse, settings_of  # noqa: E402
 from lightning_ipu.command.readers import choice, positive  # noqa: E402
@@ -350,7 +350,7 @@ def _other(name: str, words: list[str]) -> int:
             raise UsageError("generate needs --output-dir DIR, the folder to write to")
         return run(given)
     except (ValueError, OSError) as error:  # UsageError is one
-        cli.report(" ".join(str(error).split()), prog=f"cosmoflow_ipu {name}")
+        once.report(" ".join(str(error).split()), prog=f"cosmoflow_ipu {name}")
         return 2
     except KeyboardInterrupt:
         print(f"cosmoflow_ipu {name}: interrupted; the same command goes on from here", file=sys.stderr)
@@ -360,7 +360,7 @@ def _other(name: str, words: list[str]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if cli.is_answered_by_the_first(words):
+    if once.is_answered_by_the_first(words):
         return 0
     if words and words[0] in ("generate", "show"):
         return _other(words[0], words[1:])

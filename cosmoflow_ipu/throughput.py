@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from typing_extensions import override
 
 from cosmoflow_ipu.data import reading_rates
@@ -14,8 +16,12 @@ class DataBenchmark(CommandLine):
     trains = False
 
     @override
-    def _run_subcommand(self, subcommand: str) -> None:
+    def fit(self, **arguments: Any) -> None:
         self.datamodule.prepare_data()
         print("Epoch, Bandwidth(GB/s), Samples/Second")
         for epoch, (bandwidth, rate) in enumerate(reading_rates(self.datamodule, epochs=3), start=1):
             print(f"{epoch}, {bandwidth:.3f}, {rate:.1f}", flush=True)
+
+    @override
+    def after_fit(self) -> None:
+        """Nothing: nothing was trained."""

@@ -13,7 +13,7 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from lightning_ipu import machine  # noqa: E402
-from lightning_ipu.command import cli, configs, readers  # noqa: E402
+from lightning_ipu.command import cli, configs, once, readers  # noqa: E402
 from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, RUN, Option, UsageError  # noqa: E402
 from lightning_ipu.command.parser import build_parser, lightning_arguments, parse, settings_of  # noqa: E402
 from lightning_ipu.command.readers import choice, positive  # noqa: E402
@@ -903,7 +903,7 @@ def _settle_plan(given: dict[str, Any], settings: dict[str, Any]) -> tuple[int, 
         wanted = given["global_batch_size"]
         accumulation = max(1, round(wanted / (micro_batch * replicas)))
         if (samples := micro_batch * replicas * accumulation) != wanted:
-            cli.warn(
+            once.warn(
                 f"--global-batch-size {wanted} is no multiple of micro-batch {micro_batch} x replicas {replicas}: with A = {accumulation} it is"
                 f" {samples}",
                 prog="resnet_ipu",
@@ -1039,7 +1039,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     try:
         imagenet = _is_imagenet(arguments)
     except ValueError as error:  # UsageError is one
-        cli.report(str(error), prog="resnet_ipu")
+        once.report(str(error), prog="resnet_ipu")
         return 2
     command = Command(
         prog="resnet_ipu",
@@ -1155,7 +1155,7 @@ goes on."""
                 on_bad_image=given.get("on_bad_image", "raise"),
             )
     except (ValueError, OSError) as error:  # UsageError is one
-        cli.report(" ".join(str(error).split()), prog="resnet_ipu convert")
+        once.report(" ".join(str(error).split()), prog="resnet_ipu convert")
         return 2
     except KeyboardInterrupt:
         print("resnet_ipu convert: interrupted; the same command goes on from here", file=sys.stderr)
@@ -1166,7 +1166,7 @@ goes on."""
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns the exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if cli.is_answered_by_the_first(words):
+    if once.is_answered_by_the_first(words):
         return 0
     if words[:1] == ["average"]:
         return cli.average(words[1:], prog="resnet_ipu", version=_version)

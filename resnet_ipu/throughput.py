@@ -11,6 +11,7 @@ import torch
 from pytorch_lightning import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_ipu.command.run import CommandLine
 from lightning_ipu.data.order import Shard
@@ -26,16 +27,21 @@ class DataBenchmark(CommandLine):
 
     trains = False
 
-    def _run_subcommand(self, subcommand: str) -> None:
+    @override
+    def fit(self, **arguments: Any) -> None:
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
         for name, value in self.command.facts(self):
             print(f"{name:<12}{value}")
-        batches = Batches(self.datamodule, seed=int(self.config[subcommand].seed_everything or 0))
+        batches = Batches(self.datamodule, seed=int(self.config["fit"].seed_everything or 0))
         read = loader_rate(batches)
         precision = self.trainer.strategy.precision_plugin
         learned = network_rate(self.model, batches.on_device, device=self.trainer.strategy.root_device, context=precision.forward_context)
         print("\n".join(report(read=read, learned=learned, workers=self.datamodule.num_workers)))
+
+    @override
+    def after_fit(self) -> None:
+        """Nothing: nothing was trained."""
 
 
 class Batches:

@@ -8,50 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_ipu import machine
-from lightning_ipu.command import configs
+from lightning_ipu.command import configs, once
 from lightning_ipu.command.options import AVERAGE_OPTIONS, SUBCOMMANDS, Option, UsageError
 from lightning_ipu.command.parser import build_parser, lightning_arguments, parse
 from lightning_ipu.command.streams import lasting_streams
 from lightning_ipu.command.words import arranged
 
 _OF_ONE_START = ("resume", "output_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
-
-
-def warn(text: str, *, prog: str) -> None:
-    """Say what is worth a line before a run begins; of several processes the first does."""
-    _say_once(f"{prog}: warning: {text}")
-
-
-def report(text: str, *, prog: str) -> None:
-    """Print the error that ends this process, once for all of them: what they refuse alike, the first says at once.
-
-    torchrun ends all as soon as one has ended, maybe before the first has spoken: so the others wait for that, or for the end of the
-    process that started them, and speak only where neither comes, because the error is theirs alone.
-    """
-    parent, deadline = machine.LAUNCHED_BY or os.getppid(), time.monotonic() + machine.GRACE
-    while machine.started_rank() > 0 and time.monotonic() < deadline:
-        if os.getppid() != parent:
-            return
-        time.sleep(0.1)
-    print(f"{prog}: error: {text}", file=sys.stderr, flush=True)
-
-
-def is_answered_by_the_first(arguments: Sequence[str]) -> bool:
-    """Whether the words ask for a help or the version, and another process prints it."""
-    asks = any(word in ("-h", "--help", "--version", "--print_config") for word in arguments)
-    return asks and machine.started_rank() > 0
-
-
-def _say_once(line: str) -> None:
-    if machine.started_rank() == 0:
-        print(line, file=sys.stderr)
 
 
 def output_directory(given: Mapping[str, Any]) -> str:
@@ -74,7 +42,7 @@ def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dic
         )
     for option in options:
         if option.dest in before and option.dest in given and before[option.dest] != given[option.dest]:
-            _say_once(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}")
+            once.say_once(f"{prog}: resuming with {option.name} {given[option.dest]} in place of {before[option.dest]}")
     return configs.overlay(before, given, options)
 
 
@@ -95,7 +63,7 @@ def average(words: Sequence[str], *, prog: str, version: Callable[[], str]) -> i
 
         print(write_average(given))
     except (ValueError, OSError) as error:  # UsageError is one
-        report(" ".join(str(error).split()), prog=f"{prog} average")
+        once.report(" ".join(str(error).split()), prog=f"{prog} average")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -139,7 +107,7 @@ def main(
                 settled = [*settle(given), *lightning_arguments({"short_options": kept})]
                 lightning = ["fit" if given.get("training", True) else "validate", *settled]
         except (UsageError, configs.ConfigError) as error:
-            report(str(error), prog=parser.prog)
+            once.report(str(error), prog=parser.prog)
             return 2
         streams.begin_run()
         try:

@@ -25,7 +25,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_ipu import machine
-from lightning_ipu.command import cli
+from lightning_ipu.command import once
 from lightning_ipu.command.arguments import add_arguments, check_settings, set_up_machine
 from lightning_ipu.command.configs import COMMAND, quote_strings
 from lightning_ipu.command.display import RunDisplay
@@ -100,7 +100,7 @@ def run_command(command: Command, arguments: Sequence[str], *, line: type[Comman
             if Launcher.children is not None:
                 Launcher.children.fail()
             started = signals.display is not None and signals.display.started
-            cli.report(one_line(error), prog=command.prog)
+            once.report(one_line(error), prog=command.prog)
             return 1 if started else 2
         finally:
             signals.release()
@@ -166,6 +166,7 @@ class CommandLine(Scoring):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        self.parser_in_use = parser  # the one subcommand's
         add_arguments(parser, prog=self.command.prog, links=self.command.links, defaults=self.command.defaults)
 
     @override
@@ -202,7 +203,7 @@ class CommandLine(Scoring):
                 raise MisconfigurationException(
                     f"{path} is an average ({self.averaged}), with no training to go on with: resume from one of its checkpoints"
                 )
-            self._subcommand_parsers[self.config.subcommand].set_defaults(self._settings_in(checkpoint, settings_from))
+            self.parser_in_use.set_defaults(self._settings_in(checkpoint, settings_from))
             super().parse_arguments(parser, args)
             check_settings(self.config[self.config.subcommand])
         self.ckpt_path = None if path is None else str(path)
@@ -211,17 +212,14 @@ class CommandLine(Scoring):
             self.resumed = checkpoint
             compare_settings(self.config["fit"], checkpoint, self._settings_in(checkpoint, path))
         config = self.config[self.config.subcommand]
-        config.ckpt_path, config.resume = None, False  # of this start, not of the run
+        config.ckpt_path, config.resume = None, False  # of this start, not of the run; Lightning would let its settings override typed ones
         changing = [word for word in args if word.startswith("--") and not word.startswith(OF_A_REPLAY)]
         if changing and not any(word.startswith("--short_options") for word in changing):
             config.short_options = None  # they were another run's
 
     def _settings_in(self, checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
-        known = self._subcommand_parsers[self.config.subcommand].get_defaults()
+        known = self.parser_in_use.get_defaults()
         return settings_in(checkpoint, path, prog=self.command.prog, links=self.command.links, known=known)
-
-    def _parse_ckpt_path(self) -> None:
-        """Lightning would let a checkpoint's settings override those of the command line, in silence."""
 
     # -- settling what was left open, before anything is built
 
