@@ -19,7 +19,6 @@ EARLIER_NAMES = ("averaging", "host_events", "profiling")  # re-exports for conf
 FILE_LINES, FUNCTION_LINES, NESTING = 450, 60, 4
 
 UPWARD = {
-    "engine.stage -> loop.user_step",
     "recipe.averaging -> command.output",
 }
 CIRCLES: set[str] = set()
