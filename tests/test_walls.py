@@ -24,7 +24,7 @@ UPWARD = {
 CIRCLES: set[str] = set()
 LIGHTNING_BELOW_THE_LOOP: set[str] = set()
 LIGHTNINGS_PRIVATE_NAMES = {
-    "lightning_ipu/engine/stage.py": "_compiler_ctx",
+    "lightning_ipu/engine/seeding.py": "_compiler_ctx",
     "lightning_ipu/strategy.py": "_WrappingCheckpointIO _accelerator_connector _active_loop _apply_batch_transfer_handler _batches_that_stepped"
     " _checkpoint_io _combined_loader _compiler_ctx _configure_launcher _data_connector _data_fetcher _datahook_selector _evaluation_loop"
     " _first_loop_iter _get_process_group_backend _is_sequential _launcher _layer_sync _logger_connector _mode _on_before_batch_transfer"
@@ -32,7 +32,6 @@ LIGHTNINGS_PRIVATE_NAMES = {
 }
 TOO_LONG = {
     "data.evaluation: __iter__",
-    "engine.distributed",
     "loop.assembly: __init__",
     "loop.user_step",
     "recipe.averaging: average_checkpoints",
