@@ -18,19 +18,16 @@ GROUND = ("plan", "placement", "randomness", "files", "machine")  # below all ro
 EARLIER_NAMES = ("averaging", "host_events", "profiling")  # re-exports for configurations that name them
 FILE_LINES, FUNCTION_LINES, NESTING = 450, 60, 4
 
-UPWARD = {
+UPWARD: set[str] = {
     "recipe.averaging -> command.output",
 }
 CIRCLES: set[str] = set()
 LIGHTNING_BELOW_THE_LOOP: set[str] = set()
-LIGHTNINGS_PRIVATE_NAMES = {
+LIGHTNINGS_PRIVATE_NAMES: dict[str, str] = {
     "lightning_ipu/engine/seeding.py": "_compiler_ctx",
-    "lightning_ipu/strategy.py": "_WrappingCheckpointIO _accelerator_connector _active_loop _apply_batch_transfer_handler _batches_that_stepped"
-    " _checkpoint_io _combined_loader _compiler_ctx _configure_launcher _data_connector _data_fetcher _datahook_selector _evaluation_loop"
-    " _first_loop_iter _get_process_group_backend _is_sequential _launcher _layer_sync _logger_connector _mode _on_before_batch_transfer"
-    " _precision_plugin _signal_connector",
+    "lightning_ipu/strategy.py": "_checkpoint_io _configure_launcher _get_process_group_backend _launcher _layer_sync _precision_plugin",
 }
-TOO_LONG = {
+TOO_LONG: set[str] = {
     "data.evaluation: __iter__",
     "loop.assembly: __init__",
     "loop.user_step",
@@ -38,8 +35,6 @@ TOO_LONG = {
     "recipe.classifier: __init__",
     "strategy",
     "strategy: __init__",
-    "strategy: setup",
-    "strategy: _run_host_step",
 }
 
 
