@@ -33,11 +33,12 @@ from lightning_ipu.loop.evaluation import Evaluation, take_over_evaluations
 from lightning_ipu.loop.fit import Fit
 from lightning_ipu.loop.launcher import Launcher, check_can_start_again
 from lightning_ipu.loop.loaders import evaluation_loader, training_loader
+from lightning_ipu.loop.logs import LogRecorder
+from lightning_ipu.loop.metrics import SharedMetrics
 from lightning_ipu.loop.position import VALIDATION_END
 from lightning_ipu.loop.progress import Stop, TrainingProgress
 from lightning_ipu.loop.transfer import TRANSFER, Transfer
 from lightning_ipu.loop.undo import Undo
-from lightning_ipu.loop.user_step import LogRecorder, SharedMetrics
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.plugin import SixteenBit

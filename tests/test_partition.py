@@ -18,7 +18,7 @@ from lightning_ipu.cutting.partition import cut
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.engine.recomputation import Recomputation
 from lightning_ipu.engine.seeding import NamedRandomness
-from lightning_ipu.loop.user_step import LogRecorder, quiet
+from lightning_ipu.loop.logs import LogRecorder, quiet
 from lightning_ipu.plan import PlanError
 from resnet_ipu.module import ResNetModule
 from resnet_ipu.networks import resnet

@@ -16,7 +16,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
 from lightning_ipu.engine.seeding import NamedRandomness
-from lightning_ipu.loop.user_step import LogRecorder, quiet
+from lightning_ipu.loop.logs import LogRecorder, quiet
 from lightning_ipu.plan import PlanError
 
 CPU = torch.device("cpu")

@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from torchmetrics import ClasswiseWrapper, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from lightning_ipu.loop.user_step import SharedMetrics, metric_states, names_apart, samples_in
+from lightning_ipu.loop.batches import samples_in
+from lightning_ipu.loop.logs import names_apart
+from lightning_ipu.loop.metrics import SharedMetrics, metric_states
 from lightning_ipu.plan import PlanError
 
 PLANS = [{}, {"A": 3}, {"R": 3, "D": 2}, {"D": 16}]

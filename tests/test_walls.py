@@ -30,7 +30,6 @@ LIGHTNINGS_PRIVATE_NAMES: dict[str, str] = {
 TOO_LONG: set[str] = {
     "data.evaluation: __iter__",
     "loop.assembly: __init__",
-    "loop.user_step",
     "recipe.averaging: average_checkpoints",
     "recipe.classifier: __init__",
     "strategy",

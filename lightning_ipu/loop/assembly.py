@@ -28,7 +28,8 @@ from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
 from lightning_ipu.engine.seeding import NamedRandomness
 from lightning_ipu.engine.stages import StageState
-from lightning_ipu.loop.user_step import LogRecorder, metrics_of, quiet, unchanged_metrics, undone_unless_finished
+from lightning_ipu.loop.logs import LogRecorder, quiet, undone_unless_finished
+from lightning_ipu.loop.metrics import metrics_of, unchanged_metrics
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.plugin import SixteenBit
 from lightning_ipu.randomness import preserved_streams, set_torch_streams, torch_streams

@@ -22,10 +22,11 @@ from lightning_ipu.data.evaluation import EvaluationData
 from lightning_ipu.engine.evaluation import EvaluationPipeline
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.stages import StageState
+from lightning_ipu.loop.logs import LogRecorder, names_apart, undone_unless_finished
+from lightning_ipu.loop.metrics import SharedMetrics, metrics_of, unchanged_metrics
 from lightning_ipu.loop.progress import Stop
 from lightning_ipu.loop.transfer import Transfer
 from lightning_ipu.loop.undo import Undo
-from lightning_ipu.loop.user_step import LogRecorder, SharedMetrics, metrics_of, names_apart, unchanged_metrics, undone_unless_finished
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
 

@@ -18,10 +18,11 @@ from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.stages import StageState
 from lightning_ipu.loop.events import HostEvents, batch_hooks, events_of, validation_interval
+from lightning_ipu.loop.logs import LogRecorder
+from lightning_ipu.loop.metrics import SharedMetrics
 from lightning_ipu.loop.progress import Stop, TrainingProgress
 from lightning_ipu.loop.rows import LogRows
 from lightning_ipu.loop.transfer import Transfer
-from lightning_ipu.loop.user_step import LogRecorder, SharedMetrics
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.loss_scaling import LossScaling
 

@@ -13,6 +13,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_ipu.loop import continuation
 from lightning_ipu.loop.checkpoint_io import loads_not
 from lightning_ipu.loop.fit import Fit
+from lightning_ipu.loop.metrics import load_metric_states, metric_states
 from lightning_ipu.loop.position import (
     BATCH_END,
     BATCH_START,
@@ -29,7 +30,6 @@ from lightning_ipu.loop.position import (
     write_position,
 )
 from lightning_ipu.loop.undo import Undo
-from lightning_ipu.loop.user_step import load_metric_states, metric_states
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import preserved_streams
 

@@ -19,10 +19,11 @@ from typing_extensions import override
 from lightning_ipu.cutting.stand_ins import is_one_piece
 from lightning_ipu.data.host_steps import HostStep, TrainingLoader
 from lightning_ipu.loop import saving
+from lightning_ipu.loop.batches import contents
 from lightning_ipu.loop.fit import Fit
+from lightning_ipu.loop.metrics import metrics_of, set_aside
 from lightning_ipu.loop.position import BATCH_END, BATCH_START
 from lightning_ipu.loop.undo import Undo
-from lightning_ipu.loop.user_step import contents, metrics_of, set_aside
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import preserved_streams
 

@@ -1,4 +1,4 @@
-"""Run the user's own step and keep what it logs: a `self.log` inside a micro-batch costs a list append.
+"""What the user's steps log: a `self.log` inside a micro-batch costs a list append.
 
 Lightning's own `self.log` takes about 0.5 ms. Here a call is written down; once per host step the records are averaged, weighted by
 samples, in float64 and in the order in which they came, and one real `self.log` per name makes the result known to Lightning.
@@ -7,26 +7,21 @@ samples, in float64 and in the order in which they came, and one real `self.log`
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import zip_longest
 from numbers import Number
 from typing import Any, NamedTuple
-from zlib import crc32
 
-import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningModule
 from pytorch_lightning.trainer.connectors.logger_connector.fx_validator import _FxValidator
-from pytorch_lightning.utilities.data import extract_batch_size
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_ipu.loop.batches import samples_in
+from lightning_ipu.loop.metrics import Gather, metrics_of, set_aside, unchanged_metrics
 from lightning_ipu.plan import PlanError
 
 # The parameters of LightningModule.log behind `name` and `value`, in their order, and what stands for them where they are not given.
@@ -72,7 +67,6 @@ class _Average:
 # hook, name, value, options, weight, weight update in the host step, micro-batch in the epoch
 _Record = tuple[str | None, str, Any, dict[str, Any], float, int, int]
 _Call = tuple[Any, float, int, int]  # the last four but for the options
-Gather = Callable[[Any], list[Any]]
 # hook, name, options, sums of an average or Lightning's values of a hook, path of a metric, last value logged for a step
 _Saved = tuple[str, str, dict[str, Any], dict[str, Any] | None, str | None, float | None]
 
@@ -351,63 +345,6 @@ class LogRecorder:
         return results[f"{hook}.{name}{suffix}"]
 
 
-def samples_in(batch: Any, drawn: int | None) -> int:
-    """Samples in a batch: the number that was drawn, if anything in the batch has this length, else Lightning's guess.
-
-    A collate_fn may leave samples out. Lightning's guess, the length of the first tensor, would be the number of time steps where these come
-    first.
-    """
-    if drawn is not None and any(length == drawn for length in _lengths(batch)):
-        return drawn
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:  # the batch holds no tensor
-        if drawn is None:
-            raise
-        return drawn
-
-
-def _lengths(value: Any, *, outermost: bool = True) -> Iterator[int]:
-    """Lengths of the tensors in a batch, and of the lists inside it."""
-    if isinstance(value, torch.Tensor):
-        yield len(value) if value.dim() else 1
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _lengths(item, outermost=False)
-    elif isinstance(value, (list, tuple)):
-        if not outermost:
-            yield len(value)
-        for item in value:
-            yield from _lengths(item, outermost=False)
-    elif is_dataclass(value):
-        for place in fields(value):
-            yield from _lengths(getattr(value, place.name), outermost=False)
-
-
-def contents(batch: Any) -> tuple[list[Any], list[Any]]:
-    """What the objects in a batch are and hold, for a later comparison; and the objects, to keep them alive."""
-    things = list(_things(batch))
-    return [(id(thing), getattr(thing, "_version", None), _checksum(thing)) for thing in things], things
-
-
-def _checksum(thing: Any) -> int | None:
-    """Of a tensor's or array's numbers on the host, which may change without a new version: through `.data`, or a NumPy view."""
-    if isinstance(thing, torch.Tensor) and thing.layout is torch.strided and thing.is_cpu and not thing.is_quantized:
-        thing = thing.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return crc32(thing.tobytes()) if isinstance(thing, np.ndarray) and thing.dtype != object else None
-
-
-def _things(value: Any, depth: int = 8) -> Iterator[Any]:
-    yield value
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
-        value = list(vars(value).values())
-    if isinstance(value, (list, tuple)) and depth:
-        for item in value:
-            yield from _things(item, depth - 1)
-
-
 def _written_out(hook: str, options: dict[str, Any]) -> dict[str, Any]:
     """All options of a `self.log` in a hook, those included that were left to Lightning."""
     whole = {**_OPTIONS, **options}
@@ -457,108 +394,6 @@ def names_apart(everyone: list[dict[str, float]]) -> list[str]:
     return [name for name in apart if name not in forks]
 
 
-class SharedMetrics:
-    """Metrics of torchmetrics that several processes update: every process gets the states of all before anyone computes.
-
-    torchmetrics' own synchronisation needs every process to have seen something, which the stages before the last and the processes
-    without a batch have not.
-    """
-
-    def __init__(self, module: LightningModule, gather: Gather) -> None:
-        self._module, self._gather = module, gather
-        # Of each metric that was merged: its number of updates in all processes, and what was this process's own.
-        self._own: dict[str, tuple[int, tuple[int, dict[str, Any]]]] = {}
-        self._by_path()
-
-    def _by_path(self) -> dict[str, Metric]:
-        """The metrics there are by now (a MetricTracker makes new ones), told to leave other processes to us."""
-        metrics = {path: child for path, child in self._module.named_modules() if isinstance(child, Metric)}
-        for metric in metrics.values():
-            metric.distributed_available_fn = _alone
-        return metrics
-
-    def begin(self) -> None:
-        """Called before steps: every process goes on from its own states, where what was shared has not been reset."""
-        metrics = self._by_path()
-        for path, (count, own) in self._own.items():
-            if path in metrics and metrics[path]._update_count == count:
-                load_metric_states(self._module, {path: own})
-        self._own = {}
-
-    def share(self) -> None:
-        """Called before anyone computes: merge the states of all processes, process by process; once, until steps begin again."""
-        if not self._own:
-            own, merged = metric_states(self._module), self.merged()
-            load_metric_states(self._module, merged)
-            for path, (count, whole) in merged.items():
-                defaults = self._module.get_submodule(path)._defaults
-                self._own[path] = count, own.get(path) or (0, deepcopy({name: defaults[name] for name in whole}))
-
-    def merged(self) -> MetricStates:
-        """The states that all processes have updated, in the order of processes, as one."""
-        metrics, states = self._by_path(), metric_states(self._module)
-        if not metrics:
-            return {}
-        for path, (count, own) in self._own.items():
-            if path in states and states[path][0] == count:
-                states[path] = own
-        everyone = self._gather(states)
-        merged: MetricStates = {}
-        for path, metric in metrics.items():
-            theirs = [states[path] for states in everyone if path in states and states[path][0]]
-            if not theirs:
-                continue
-            whole: dict[str, Any] = {}
-            for name in theirs[0][1]:
-                values, reduction = [state[name] for _, state in theirs], metric._reductions[name]
-                if isinstance(metric._defaults[name], list):
-                    whole[name] = [item for value in values for item in (value if isinstance(value, list) else [value])]
-                else:
-                    whole[name] = reduction(torch.stack(values)) if reduction is not None else torch.stack(values)
-            merged[path] = sum(count for count, _ in theirs), whole
-        return merged
-
-
-MetricStates = dict[str, tuple[int, dict[str, Any]]]
-
-
-def metric_states(module: LightningModule) -> MetricStates:
-    """The metrics of a module that have been updated since their last reset: how often, and their states, on the host.
-
-    A wrapper that shows the states of the metric inside it (ClasswiseWrapper) has none of its own.
-    """
-    states = {}
-    for path, metric in module.named_modules():
-        if isinstance(metric, Metric) and metric._update_count:
-            own = {name: value for name, value in metric.metric_state.items() if name in vars(metric)}
-            states[path] = metric._update_count, apply_to_collection(own, torch.Tensor, lambda state: state.detach().cpu().clone())
-    return states
-
-
-def load_metric_states(module: LightningModule, states: MetricStates) -> None:
-    """Put such states in the place of what the metrics hold."""
-    for path, (count, state) in states.items():
-        metric = module.get_submodule(path)
-        for name, value in state.items():
-            setattr(metric, name, apply_to_collection(value, torch.Tensor, torch.Tensor.to, metric.device))
-        metric._update_count, metric._computed = count, None
-
-
-def metrics_of(module: nn.Module) -> list[Metric]:
-    """The metrics of torchmetrics in a module."""
-    return [child for child in module.modules() if isinstance(child, Metric)]
-
-
-@contextmanager
-def unchanged_metrics(metrics: list[Metric]) -> Iterator[None]:
-    """Leave metrics as they were, whatever is done to them inside."""
-    put_back = set_aside(metrics)
-    try:
-        yield
-    finally:
-        put_back()
-
-
 def quiet(recorder: LogRecorder, block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """Makes contexts in which a block is run once more: what it logs is not heard, and its metrics stay as they were."""
     metrics = metrics_of(block)
@@ -585,24 +420,3 @@ def undone_unless_finished(recorder: LogRecorder, metrics: list[Metric]) -> Iter
         put_back()
         del recorder._records[logged:]
         raise
-
-
-def set_aside(metrics: list[Metric]) -> Callable[[], None]:
-    """Give metrics copies of their states to work on; returns what puts the states back."""
-    before = [(metric, metric.metric_state, metric._update_count, metric._computed, metric._forward_cache) for metric in metrics]
-    for metric, state, *_ in before:
-        for name, value in state.items():
-            setattr(metric, name, apply_to_collection(value, torch.Tensor, lambda tensor: tensor.detach().clone()))
-
-    def put_back() -> None:
-        for metric, state, *others in before:
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed, metric._forward_cache = others
-
-    return put_back
-
-
-def _alone() -> bool:
-    """The answer to torchmetrics when it asks whether there are other processes."""
-    return False
