@@ -183,8 +183,13 @@ class CosmoFlowModule(pl.LightningModule):
         if channels_last:
             self.network.to(memory_format=torch.channels_last_3d)
         self.transform = CountTransform(in_channels, apply_log=apply_log)
-        self.reported: dict[str, dict[str, float]] = {}  # the last scores of "val" and "test"
+        self._reported: dict[str, dict[str, float]] = {}
         self._scores: list[tuple[Tensor, Tensor]] = []  # predictions and targets of an evaluation, at its end those of all processes
+
+    @property
+    def reported(self) -> dict[str, dict[str, float]]:
+        """The last scores of "val" and "test" in this process."""
+        return self._reported
 
     def forward(self, counts: Tensor) -> Tensor:
         """Parameters [batch, 4] from -1.2 to 1.2 of volumes of counts [batch, channels, size, size, size], int16 or any other numbers."""
@@ -308,11 +313,11 @@ class Report(Callback):
     def _report(self, trainer: pl.Trainer, module: CosmoFlowModule, prefix: str, name: str) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero or not module._scores:
             return
-        module.reported[prefix] = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        module._reported[prefix] = {key: float(value) for key, value in trainer.callback_metrics.items()}
         show = print if trainer.progress_bar_callback is None else trainer.progress_bar_callback.print
-        show(f"{prefix} " + mae_line(module.reported[prefix], prefix, spread=module.hparams.physical_spread))
+        show(f"{prefix} " + mae_line(module._reported[prefix], prefix, spread=module.hparams.physical_spread))
         predictions, targets = (torch.cat(parts).numpy() for parts in zip(*module._scores, strict=True))
-        module.reported[prefix][MIDDLE] = float(abs(targets).mean())
+        module._reported[prefix][MIDDLE] = float(abs(targets).mean())
         from cosmoflow_ipu.pictures import draw_predictions
 
         draw_predictions(predictions, targets, path=Path(trainer.default_root_dir) / f"{name}.png", spread=module.hparams.physical_spread)

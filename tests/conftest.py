@@ -27,6 +27,7 @@ def pytest_configure(config):
     warnings.filterwarnings("ignore", module="pytorch_lightning|lightning_fabric|torch.jit")
     config.addinivalue_line("filterwarnings", "ignore::UserWarning:pytorch_lightning")
     config.addinivalue_line("filterwarnings", "ignore::UserWarning:lightning_fabric")
+    config.addinivalue_line("filterwarnings", "ignore:no checkpoint holds")  # the modules and callbacks of tests take notes
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ Which hooks are called again, and with what, is compared call by call in test_co
 """
 
 import enum
+import os
 import warnings
 from functools import partial
 
@@ -306,6 +307,81 @@ def test_a_sampler_or_stream_with_a_state_of_its_own_goes_on_in_it(kind, tmp_pat
         second = Ledger()
         fit(second, data(), ckpt_path=tmp_path / f"step={step}.ckpt", max_epochs=3)
         assert second.seen == whole.seen[step:], step
+
+
+class Meter:
+    def __init__(self):
+        self.total = 0.0
+
+
+class Metering(Callback):
+    """Keeps state in attributes alone: an object of its own, a copy of the weights, and a list that is emptied again."""
+
+    once_per_host_step = True
+
+    def __init__(self, fresh=True):
+        self.meter, self.losses, self.constant, self.fresh = Meter(), [], torch.ones(3), fresh
+
+    def on_train_start(self, trainer, module):
+        self.trainer, self.module, self.copy = trainer, module, Ledger()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+        with torch.no_grad():
+            self.copy.w.lerp_(module.w, 0.5)
+        self.meter.total += self.fresh
+
+    def on_train_epoch_end(self, trainer, module):
+        self.losses.clear()
+
+
+class Observing(Callback):
+    """Has attributes of every kind, none of which it changes."""
+
+    def __init__(self):
+        self.words, self.draw, self.own, self.file = {"a": [1, {2}]}, lambda: None, Ledger(), open(os.devnull)
+
+    def on_train_start(self, trainer, module):
+        self.trainer, self.weights, self.numbers = trainer, list(module.parameters()), (number for number in range(9))
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        next(self.numbers)
+
+
+class MeteringKept(Metering):
+    def state_dict(self):
+        return {"total": self.meter.total}
+
+
+class Remembering(Ledger):
+    def training_step(self, batch, batch_idx):
+        self.steps = getattr(self, "steps", 0) + 1
+        return self.w * batch[0].mean()
+
+
+def test_what_is_kept_in_memory_alone_is_named_once_when_a_run_is_resumed(tmp_path):
+    def said(*callbacks, module=Remembering, resume=None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = fit(module(), numbered(4), callbacks=list(callbacks), max_epochs=2 if resume else 1, ckpt_path=resume)
+        if not resume:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+        return [str(warning.message) for warning in caught if "kept in memory" in str(warning.message)]
+
+    assert said(Metering(), Observing(), MeteringKept(), Metering(fresh=False)) == []
+    (line,) = said(Metering(), Observing(), MeteringKept(), Metering(fresh=False), resume=tmp_path / "a.ckpt")
+    assert line.startswith(
+        "no checkpoint holds what Metering (copy, meter), Metering 2 (copy), Remembering (steps) had kept in memory in the run that is resumed"
+    )
+    (line,) = said(resume=tmp_path / "a.ckpt")  # without these callbacks
+    assert line.startswith("no checkpoint holds what Remembering (steps) had")
+    said(Observing(), module=Still)
+    assert said(Observing(), module=Still, resume=tmp_path / "a.ckpt") == []
+
+
+class Still(Ledger):
+    def training_step(self, batch, batch_idx):
+        return self.w * batch[0].mean()
 
 
 class Numbers(LightningDataModule):

@@ -28,7 +28,7 @@ from lightning_ipu.plan import Plan
 # Callbacks that act on every weight update, by the names of their classes (or of a base class).
 _EVERY_UPDATE = ("WeightAveraging", "LearningRateFinder", "_LRCallback", "SpikeDetection", "ThroughputMonitor")
 _BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
-_KNOWN_HOOKS = ("pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])  # packages whose hooks are treated one by one
+KNOWN_HOOKS = ("pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])  # packages whose hooks are treated one by one
 
 
 def batch_hooks(owner: Callback | LightningModule) -> list[str]:
@@ -36,7 +36,7 @@ def batch_hooks(owner: Callback | LightningModule) -> list[str]:
     if isinstance(owner, ProgressBar):
         return []
     overridden = [name for name in _BATCH_HOOKS if is_overridden(name, owner)]
-    return [name for name in overridden if (getattr(getattr(owner, name), "__module__", None) or "").split(".")[0] not in _KNOWN_HOOKS]
+    return [name for name in overridden if (getattr(getattr(owner, name), "__module__", None) or "").split(".")[0] not in KNOWN_HOOKS]
 
 
 @dataclass

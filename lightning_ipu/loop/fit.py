@@ -23,6 +23,7 @@ from lightning_ipu.loop.metrics import SharedMetrics
 from lightning_ipu.loop.progress import Stop, TrainingProgress
 from lightning_ipu.loop.rows import LogRows
 from lightning_ipu.loop.transfer import Transfer
+from lightning_ipu.loop.unsaved import Unsaved
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.loss_scaling import LossScaling
 
@@ -69,6 +70,7 @@ class Fit:
     shown_before: dict[str, Any] | None = None  # the latest metrics before the validation in progress
     rest_of_step: int | None = None  # weight updates that an error left in the host step from which the run resumes
     has_saved: bool = False
+    unsaved: Unsaved | None = None  # what no checkpoint holds, once training has started
     unheard: ExitStack = field(default_factory=ExitStack)  # keeps a hook from those on whom it was called before the checkpoint
 
     def __post_init__(self) -> None:

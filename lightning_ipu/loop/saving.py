@@ -69,6 +69,7 @@ def _entry(fit: Fit, hook: Hook | None, position: Position, path: Any) -> dict[s
         "position": {**vars(position), "heard_by": list(position.heard_by)},
         "beside": continuation.state_beside(trainer, hook, path, shown=shown or continuation.latest_metrics(trainer)),
         "order": fit.data.order_state(position.epoch + position.ends_epoch),
+        "unsaved": {} if fit.unsaved is None else fit.unsaved.changed(),
     }
     if position.begun:
         gathered = fit.engine is not None and fit.metrics is not None
@@ -157,6 +158,8 @@ def resume(fit: Fit, *, undo: Undo) -> None:
     """Go on where the checkpoint stands; called when training starts."""
     trainer, saved, progress = fit.trainer, fit.restored, fit.progress
     position, fit.restored = Position(**saved["position"]), None
+    if lost := fit.unsaved.lost(saved["unsaved"]):
+        rank_zero_warn(lost)
     continuation.enter(trainer, position, per_update=fit.plan.micro_batches_per_update)
     fit.own_validation_interval(ends_early=position.ends_epoch and position.updates != progress.updates_per_epoch)
     ended = _ended_step(fit, position, saved["batch_end"]) if "batch_end" in saved else {}

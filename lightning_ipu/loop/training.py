@@ -24,6 +24,7 @@ from lightning_ipu.loop.fit import Fit
 from lightning_ipu.loop.metrics import metrics_of, set_aside
 from lightning_ipu.loop.position import BATCH_END, BATCH_START
 from lightning_ipu.loop.undo import Undo
+from lightning_ipu.loop.unsaved import Unsaved
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import preserved_streams
 
@@ -279,6 +280,7 @@ def start(fit: Fit, undo: Undo) -> None:
     fit.stop.share_wish(trainer)
     fit.own_validation_interval()
     fit.schedules = _own_schedules(trainer, fit.plan)
+    fit.unsaved = Unsaved(trainer)
     if fit.stages is not None:  # only now: after a refusal the user has the whole network
         fit.stages.give_up()
     if fit.restored is not None:

@@ -1,0 +1,80 @@
+"""Fingerprints of an object's attributes, by which it is seen whether they have changed: state that the object keeps in memory alone."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Container
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+_MOST = 1 << 20  # bytes of an attribute that are looked at
+_NO_STATE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+OPAQUE = "?"  # for an attribute whose state cannot be read: an open file, a generator
+
+
+class _Enough(Exception):
+    pass
+
+
+class _Word:
+    """A file that hashes what is written to it, up to a limit."""
+
+    def __init__(self) -> None:
+        self._hash, self._left = hashlib.blake2b(digest_size=8), _MOST
+
+    def write(self, data: Any) -> None:
+        data = memoryview(data)[: self._left]
+        self._hash.update(data)
+        self._left -= len(data)
+        if not self._left:
+            raise _Enough
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what an object holds, but nothing of the objects in `apart`; notes where it holds something that cannot be written."""
+
+    def __init__(self, word: _Word, apart: Container[int]) -> None:
+        super().__init__(word, protocol=4)
+        self._apart, self.is_opaque = apart, False
+
+    def reducer_override(self, value: Any) -> Any:
+        if value is str:
+            return NotImplemented
+        if id(value) in self._apart or isinstance(value, _NO_STATE):
+            return str, (type(value).__name__,)
+        if isinstance(value, torch.Tensor):
+            return str, (f"{tuple(value.shape)} {value._version} {value.detach().flatten()[:64].tolist()}",)
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception:
+            self.is_opaque = True
+            return str, (type(value).__name__,)
+        return reduced if isinstance(reduced, tuple) else (str, (reduced,))
+
+
+def attribute_words(owner: Any, *, apart: Container[int] = ()) -> dict[str, str]:
+    """A fingerprint for each attribute of an object, `OPAQUE` for those whose state cannot be read.
+
+    Args:
+        owner: the object.
+        apart: ids of objects that are not looked into.
+    """
+    return {name: _word(value, apart) for name, value in vars(owner).items()}
+
+
+def _word(value: Any, apart: Container[int]) -> str:
+    word = _Word()
+    pickler = _Pickler(word, apart)
+    try:
+        pickler.dump(value)
+    except _Enough:
+        pass
+    except Exception:
+        return OPAQUE
+    return OPAQUE if pickler.is_opaque else word.hexdigest()

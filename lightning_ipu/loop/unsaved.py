@@ -1,0 +1,80 @@
+"""What callbacks and the module keep in memory alone: a run that is resumed says what it has lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+
+from lightning_ipu.data.attributes import attribute_words
+from lightning_ipu.loop.events import KNOWN_HOOKS
+
+_KEEPERS = {  # by what each of them may keep state in a checkpoint
+    Callback: ("state_dict", "on_save_checkpoint", "load_state_dict", "on_load_checkpoint"),
+    LightningModule: ("on_save_checkpoint", "on_load_checkpoint", "get_extra_state"),
+}
+
+
+class Unsaved:
+    """Watches the attributes of a fit's callbacks and module where these have no way to keep state in a checkpoint.
+
+    Args:
+        trainer: whose they are; training is about to start.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        module = trainer.lightning_module
+        known = [
+            trainer,
+            trainer.strategy,
+            *trainer.callbacks,
+            *trainer.loggers,
+            *trainer.optimizers,
+            trainer.datamodule,
+            trainer.train_dataloader,
+        ]
+        self._kept_alive = [*known, *module.modules(), *module.parameters(), *module.buffers()]  # so that ids stay unique
+        self._apart = {id(one) for one in self._kept_alive}
+        self._owners = dict(_owners(trainer))
+        self._before = {name: self._words(name) for name in self._owners}
+
+    def changed(self) -> dict[str, dict[str, str]]:
+        """Fingerprints of the attributes that have changed since training started, by owner."""
+        return {name: changed for name in self._owners if (changed := _differing(self._words(name), self._before[name]))}
+
+    def lost(self, saved: dict[str, dict[str, str]]) -> str | None:
+        """One line on what another run had changed, as its `changed` said, and this one has not from its start; None if there is none."""
+        lost = {name: _differing(saved[name], self._before[name]) for name in self._owners if name in saved}
+        named = [f"{name} ({', '.join(sorted(attributes))})" for name, attributes in lost.items() if attributes]
+        if not named:
+            return None
+        return (
+            f"no checkpoint holds what {', '.join(named)} had kept in memory in the run that is resumed: it begins anew. Keep it by state_dict and"
+            " load_state_dict (in a LightningModule: buffers, or on_save_checkpoint and on_load_checkpoint)"
+        )
+
+    def _words(self, name: str) -> dict[str, str]:
+        base, owner = self._owners[name]
+        own = {*vars(base()), "log", "log_dict"}  # which Lightning puts on callbacks
+        words = {key: word for key, word in attribute_words(owner, apart=self._apart).items() if key not in own and not hasattr(base, key)}
+        # Private attributes of a module are caches more often than state, Lightning's own among them.
+        return words if base is Callback else {key: word for key, word in words.items() if not key.startswith("_")}
+
+
+def _owners(trainer: Trainer) -> Iterator[tuple[str, tuple[type, Any]]]:
+    """Those without a way of their own to keep state, by name, with the base class; Lightning's and this package's own do what is needed."""
+    numbers: dict[str, int] = {}
+    for owner in (*trainer.callbacks, trainer.lightning_module):
+        base = next(base for base in _KEEPERS if isinstance(owner, base))
+        if type(owner).__module__.partition(".")[0] in KNOWN_HOOKS:
+            continue
+        if any(getattr(type(owner), name, None) is not getattr(base, name, None) for name in _KEEPERS[base]):
+            continue
+        kind = type(owner).__qualname__.rpartition("<locals>.")[2]
+        numbers[kind] = numbers.get(kind, 0) + 1
+        yield kind if numbers[kind] == 1 else f"{kind} {numbers[kind]}", (base, owner)
+
+
+def _differing(now: dict[str, str], before: dict[str, str]) -> dict[str, str]:
+    return {name: word for name, word in now.items() if before.get(name) != word}
