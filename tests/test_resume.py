@@ -292,6 +292,59 @@ class Counting(IterableDataset):
         self.count = state["count"]
 
 
+class CountingAlone(IterableDataset):
+    """The same without a state that could be kept."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    __iter__ = Counting.__iter__
+
+
+class Continuing(IterableDataset):
+    """Goes on in each epoch where the last one ended, by a generator."""
+
+    def __init__(self) -> None:
+        self.numbers = (torch.tensor(float(number)) for number in range(1000))
+
+    def __iter__(self):
+        return self.numbers
+
+
+class Batches(Callback):
+    """Notes the batches that a hook gets after the one in which checkpoints are written."""
+
+    def __init__(self, seen) -> None:
+        self.seen = seen
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.seen.append(batch.item())
+
+
+@pytest.mark.parametrize("kind", [CountingAlone, Continuing])
+def test_a_stream_with_a_state_that_cannot_be_kept_is_read_through_the_past_epochs(kind, tmp_path):
+    class Keep(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if resume is None:
+                trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    def run():
+        module, batches = Ledger(), []
+        fit(module, loader(kind()), callbacks=[Keep(), Batches(batches)], limit_train_batches=4, max_epochs=3, ckpt_path=resume)
+        return module.seen, batches
+
+    resume = None
+    seen, batches = run()
+    assert (
+        [row[0] for row in seen] == batches == [10.0 * e + k for e in (1, 2, 3) for k in range(4)]
+        if kind is CountingAlone
+        else list(range(12))
+    )
+    for step in (1, 4, 6, 8, 11):
+        resume = tmp_path / f"{step}.ckpt"
+        assert run() == (seen[step:], batches[step - 1 :]), step
+
+
 @pytest.mark.parametrize("kind", ["advanced", "kept", "stream"])
 def test_a_sampler_or_stream_with_a_state_of_its_own_goes_on_in_it(kind, tmp_path):
     data = {

@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ipu.data.attributes import OPAQUE, attribute_words
 from lightning_ipu.data.order import WITHOUT_A_PAST, MicroBatchSampler, Shard, epoch_order, state_of
 from lightning_ipu.data.samples import LOADER, Counted, SeededDataset, rebuilt, refuse_shared_out
 from lightning_ipu.plan import PlanError
@@ -51,6 +52,9 @@ class TrainingData:
         self.user_loader, self.seed, self.micro_batch_size, self.shard = loader, seed, loader.batch_size, shard
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self._began: tuple[int, Any] | None = None  # of a stream: an epoch, and the data set's state at its beginning
+        self._opened: tuple[int, int, Iterator[Any]] | None = None  # a stream that is being read: epoch, the next micro-batch's number
+        self._made: dict[str, str] | None = None  # what a stream held when it was made
+        self._seen: Any = None  # the micro-batch that `go_on` was asked to keep
         self.samples: int | None
         self.short_samples = 0  # of a stream's epoch, in micro-batches that were not full
         if self.is_stream:
@@ -59,6 +63,8 @@ class TrainingData:
             # Several workers each form micro-batches of their own, and how many samples each of them has is not known.
             is_counted = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
             self.samples = len(loader.dataset) if is_counted else None
+            if not loader.num_workers and state_of(loader.dataset) is None and not hasattr(loader.dataset, "set_epoch"):
+                self._made = attribute_words(loader.dataset)
         else:
             try:
                 self.samples = len(loader.sampler)
@@ -79,11 +85,16 @@ class TrainingData:
         """Load a micro-batch that has been trained on again, on the host, without moving the order of samples."""
         with preserved_streams():
             if self.is_stream:
+                if self._seen is not None:
+                    return self._seen
                 began, state = self._began, state_of(self._source)
-                batch = next(islice(self._stream(epoch), number, None))
+                stream = self._stream(epoch)
+                batch = next(islice(stream, number, None))
+                if state is None:  # reading it again could give other data
+                    self._opened = epoch, number + 1, stream
+                    return batch
                 self._began = began
-                if state is not None:
-                    self._source.load_state_dict(state)
+                self._source.load_state_dict(state)
                 return batch
             order = epoch_order(copy(self._batches.sampler), seed=self.seed, epoch=epoch)
             rows = order[number * self.micro_batch_size : (number + 1) * self.micro_batch_size]
@@ -123,6 +134,10 @@ class TrainingData:
             self._batches.epoch, self._batches.first, self._batches.last = epoch, first, last
             self.loader.generator.manual_seed(mix(self.seed, LOADER, epoch))  # of which the workers get their seeds
             return iter(self.loader)
+        opened, self._opened, self._seen = self._opened, None, None
+        if opened is not None and opened[0] == epoch and opened[1] <= first:
+            _, read, stream = opened
+            return islice(stream, first - read, None if last is None else last - read)
         return islice(self._stream(epoch), first, last)
 
     @property
@@ -135,15 +150,38 @@ class TrainingData:
         began = self._began if self.is_stream else self._batches.began
         return began[1] if began is not None and began[0] == epoch else state_of(self._source)
 
-    def go_on(self, state: Any, *, epoch: int, made_in: int) -> None:
+    @property
+    def moves(self) -> bool:
+        """Whether a stream without `state_dict` and `set_epoch` may have come to hold something else by being read."""
+        if self._made is None:
+            return False
+        words = attribute_words(self._source)
+        return words != self._made or OPAQUE in words.values()
+
+    def go_on(self, state: Any, *, epoch: int, made_in: int, moves: bool, last: int | None, seen: tuple[int, int] | None) -> None:
         """Bring the user's sampler or stream, made in epoch `made_in`, to its state before `epoch`.
 
         Its own `state_dict` is loaded if it has one. A user's sampler without one may count epochs or draw random numbers of its own: it is
-        iterated through the past epochs. torch's samplers, and those with `set_epoch`, need neither.
+        iterated through the past epochs. torch's samplers, and those with `set_epoch`, need neither. A stream is read through them if it
+        `moves`.
+
+        Args:
+            state: that the sampler or stream had then, None where it has no `state_dict`.
+            epoch, made_in: see above.
+            moves: what `moves` said in the run to be resumed.
+            last: micro-batches in an epoch; None for a stream of unknown length.
+            seen: epoch and number of a micro-batch that `again` will be asked for.
         """
         source = self._source
         if state is not None and hasattr(source, "load_state_dict"):
             source.load_state_dict(state)
+        elif self.is_stream and moves:
+            for past in range(made_in, epoch):
+                for number, batch in enumerate(self.epoch(past, first=0, last=last)):
+                    if (past, number) == seen:
+                        kept = batch
+            if seen is not None and seen[0] < epoch:
+                self._seen = kept
         elif not self.is_stream and type(source) not in WITHOUT_A_PAST and not hasattr(source, "set_epoch"):
             for past in range(made_in, epoch):
                 epoch_order(source, seed=self.seed, epoch=past)

@@ -92,7 +92,17 @@ def _resume_data(fit: Fit) -> None:
         )
     reload = trainer.reload_dataloaders_every_n_epochs
     epoch = position.epoch + position.ends_epoch
-    fit.data.go_on(saved["order"], epoch=epoch, made_in=epoch - epoch % reload if reload else 0)
+    made_in, per_update, seen = epoch - epoch % reload if reload else 0, fit.plan.micro_batches_per_update, None
+    if "batch_end" in saved:
+        seen = position.epoch, (position.updates - saved["batch_end"]["updates"]) * per_update
+    if saved["moves"] and epoch > made_in:
+        name = type(fit.data.user_loader.dataset).__name__
+        rank_zero_info(
+            f"{name} changes as it is read and has neither state_dict nor set_epoch: it is read through {epoch - made_in} past epochs before the"
+            " run goes on. With state_dict and load_state_dict it would not be"
+        )
+    last = None if updates is None else updates * per_update
+    fit.data.go_on(saved["order"], epoch=epoch, made_in=made_in, moves=saved["moves"], last=last, seen=seen)
 
 
 def _trained_micro_batches(trainer: Trainer, data: TrainingData, plan: Plan, *, limit: int | float) -> int | None:

@@ -69,6 +69,7 @@ def _entry(fit: Fit, hook: Hook | None, position: Position, path: Any) -> dict[s
         "position": {**vars(position), "heard_by": list(position.heard_by)},
         "beside": continuation.state_beside(trainer, hook, path, shown=shown or continuation.latest_metrics(trainer)),
         "order": fit.data.order_state(position.epoch + position.ends_epoch),
+        "moves": fit.data.moves,
         "unsaved": {} if fit.unsaved is None else fit.unsaved.changed(),
     }
     if position.begun:
