@@ -183,7 +183,7 @@ class IPUStrategy(DDPStrategy):
         if self._process_count > 1:
             environment.refuse_leftovers(self.cluster_environment)
             if not self.cluster_environment.creates_processes_externally:
-                check_can_start_again(self._process_count)
+                check_can_start_again(self.num_processes)
             self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property

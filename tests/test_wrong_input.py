@@ -201,7 +201,8 @@ def test_predictions_need_the_images_to_predict_alone_and_leave_nothing_elsewher
     status, output, errors = run("predict", "--ckpt_path", last, "--data.data_dir", only)
     assert status == 0 and "(3 x 2)" in output, errors
     (only / "val" / "nobody").mkdir(parents=True)  # a class that the network does not know: it must not be looked at
-    assert run("predict", "--ckpt_path", last, "--data.data_dir", only)[0] == 0
+    status, output, errors = run("predict", "--ckpt_path", last, "--data.data_dir", only)
+    assert status == 0, errors
     Path("file").write_text("")
     status, output, errors = run("predict", "--ckpt_path", last, "--data.data_dir", only, "--trainer.default_root_dir", "file")
     assert status != 0 and output == "" and "cannot write in the output directory file: File exists" in errors

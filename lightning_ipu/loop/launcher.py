@@ -57,6 +57,7 @@ def check_can_start_again(processes: int) -> None:
     Raises:
         PlanError: the program comes from standard input, `python -c`, a notebook or another interactive session.
     """
+    check_processes(processes, "devices")
     main, path = sys.modules["__main__"], os.path.abspath(sys.argv[0])
     if not hasattr(sys, "ps1") and (main.__spec__ or os.path.isfile(path) and not path.startswith(("/dev/", "/proc/"))):
         return
@@ -81,7 +82,6 @@ class Launcher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         finished = threading.Event()
         if not self.cluster_environment.creates_processes_externally:
-            check_processes(self.num_processes, "devices")
             os.environ[LAUNCHED_BY_VARIABLE] = str(os.getpid())
             try:
                 self._call_children_scripts()
