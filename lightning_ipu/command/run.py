@@ -309,9 +309,10 @@ class CommandLine(Scoring):
 
     def _watch_nothing_unlogged(self, settings: Namespace) -> None:
         """Where nothing is validated, keep the latest checkpoint instead of the best by a value that nothing will log."""
+        if self.subcommand != "fit":  # nothing is saved, and the validation images may be none of its business
+            return
         config = self.config[self.subcommand]
-        validates = settings.limit_val_batches != 0 and getattr(self.datamodule, "num_validation_samples", None) != 0
-        if self.subcommand != "fit" or validates:
+        if settings.limit_val_batches != 0 and getattr(self.datamodule, "num_validation_samples", None) != 0:
             return
         for checkpoint in (config.checkpoint, self.config_init[self.subcommand].checkpoint):
             if (checkpoint.monitor or "").startswith("val_"):
