@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.randomness import mix, name_word, seed_torch
 
 _AUGMENT = name_word("augment")
@@ -27,7 +28,7 @@ class ImageAugmentation:
         auto_augment_fill: fills the empty areas where auto_augment shifts or rotates the image, "mean" (colour) or "black"; None is mean.
 
     Raises:
-        ValueError: an option is unknown, out of range, or means nothing beside another one.
+        UserError: an option is unknown, out of range, or means nothing beside another one.
     """
 
     def __init__(
@@ -41,15 +42,15 @@ class ImageAugmentation:
         auto_augment_fill: Literal["mean", "black"] | None = None,
     ) -> None:
         if auto_augment not in (None, "randaugment", "trivialaugment"):
-            raise ValueError(f"auto_augment={auto_augment!r} is unknown: choose from randaugment, trivialaugment")
+            raise UserError(f"auto_augment={auto_augment!r} is unknown: choose from randaugment, trivialaugment")
         if magnitude is not None and (auto_augment != "randaugment" or not 0 <= magnitude <= 30):
-            raise ValueError(f"randaugment_magnitude={magnitude} must lie between 0 and 30, and needs auto_augment='randaugment'")
+            raise UserError(f"randaugment_magnitude={magnitude} must lie between 0 and 30, and needs auto_augment='randaugment'")
         if color_jitter is not None and not 0 < color_jitter <= 1:
-            raise ValueError(f"color_jitter={color_jitter} must be above 0 and at most 1")
+            raise UserError(f"color_jitter={color_jitter} must be above 0 and at most 1")
         if random_erasing is not None and not 0 < random_erasing <= 1:
-            raise ValueError(f"random_erasing={random_erasing} is a probability: it must be above 0 and at most 1")
+            raise UserError(f"random_erasing={random_erasing} is a probability: it must be above 0 and at most 1")
         if auto_augment_fill is not None and (auto_augment is None or auto_augment_fill not in ("mean", "black")):
-            raise ValueError(f"auto_augment_fill={auto_augment_fill!r} must be mean or black, and needs auto_augment")
+            raise UserError(f"auto_augment_fill={auto_augment_fill!r} must be mean or black, and needs auto_augment")
         colour = [round(255 * value) for value in fill]
         moved_in = [0] * len(colour) if auto_augment_fill == "black" else colour
         options = {"interpolation": InterpolationMode.BILINEAR, "fill": moved_in}

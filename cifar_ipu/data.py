@@ -39,16 +39,17 @@ from torch.utils.data import DataLoader, Dataset
 from cifar_ipu.augment import ImageAugmentation
 from lightning_ipu import machine
 from lightning_ipu.data.fingerprint import fingerprint
+from lightning_ipu.errors import UserError
 
 PADDING = 4  # pixels of zero border around an image before its random crop, where nothing else is said
 NETWORK_TIMEOUT = 10.0  # seconds without an answer after which a server counts as not there
 
 
-class DataNotFoundError(FileNotFoundError):
+class DataNotFoundError(UserError, FileNotFoundError):
     """A data set is neither on disk nor to be downloaded; the message says which files to put where."""
 
 
-class DataFileError(ValueError):
+class DataFileError(UserError):
     """A file of a data set is there but is not what it should be; the message names it and how to place a right one."""
 
 
@@ -111,10 +112,10 @@ def _parse_idx(raw: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """A pair of IDX files: images (magic 2051: count, rows, columns) and labels (magic 2049: count), big-endian headers."""
     (image_magic, count, rows, columns), (label_magic, label_count) = np.frombuffer(raw[0], ">u4", 4), np.frombuffer(raw[1], ">u4", 2)
     if (image_magic, label_magic) != (2051, 2049):
-        raise ValueError(f"IDX magic numbers {image_magic} and {label_magic}, expected 2051 (images) and 2049 (labels)")
+        raise UserError(f"IDX magic numbers {image_magic} and {label_magic}, expected 2051 (images) and 2049 (labels)")
     images, labels = np.frombuffer(raw[0], np.uint8, offset=16), np.frombuffer(raw[1], np.uint8, offset=8)
     if (len(images), len(labels)) != (int(count) * int(rows) * int(columns), label_count):
-        raise ValueError(f"headers of {count} images and {label_count} labels before {len(images)} and {len(labels)} bytes")
+        raise UserError(f"headers of {count} images and {label_count} labels before {len(images)} and {len(labels)} bytes")
     return images.reshape(count, rows, columns, 1).copy(), labels.astype(np.int64)
 
 
@@ -285,7 +286,7 @@ DATA_SETS: dict[str, DataSetFacts] = {
 def known_data_set(name: str) -> str:
     """Return the table's spelling of a data set's name (case does not matter); raise `ValueError` with the legal names otherwise."""
     if name.upper() not in DATA_SETS:
-        raise ValueError(f"dataset: {name!r} is unknown; legal are {', '.join(DATA_SETS)}")
+        raise UserError(f"dataset: {name!r} is unknown; legal are {', '.join(DATA_SETS)}")
     return name.upper()
 
 
@@ -741,7 +742,7 @@ class ImageDataModule(pl.LightningDataModule):
         seed: Decides which images are held out for validation, and the synthetic images.
 
     Raises:
-        ValueError: for an unknown data set, a split that cannot be, or options that exclude each other.
+        UserError: for an unknown data set, a split that cannot be, or options that exclude each other.
         DataNotFoundError: from `prepare_data` or `setup`, for files neither on disk nor to be downloaded.
         DataFileError: from `setup`, for a file that is cut off, damaged or not of this data set.
     """
@@ -777,31 +778,31 @@ class ImageDataModule(pl.LightningDataModule):
         sizes = {f"synthetic_{what}": value for what, value in sizes.items() if value is not None}
         for option, value in {"micro_batch_size": micro_batch_size, "eval_batch_size": eval_batch_size, **sizes}.items():
             if value is not None and value < 1:
-                raise ValueError(f"{option}: {value} is not possible; at least 1 is")
+                raise UserError(f"{option}: {value} is not possible; at least 1 is")
         if num_workers < 0:
-            raise ValueError(f"num_workers: {num_workers} is not possible; 0 loads in the training process")
+            raise UserError(f"num_workers: {num_workers} is not possible; 0 loads in the training process")
         machine.check_processes(num_workers, "num_workers")
         if crop_padding < 0:
-            raise ValueError(f"crop_padding: {crop_padding} is not possible; 0 does not crop")
+            raise UserError(f"crop_padding: {crop_padding} is not possible; 0 does not crop")
         if scaling not in ("standard", "unit"):
-            raise ValueError(f"scaling: {scaling!r} is unknown; legal are 'standard' and 'unit'")
+            raise UserError(f"scaling: {scaling!r} is unknown; legal are 'standard' and 'unit'")
         if synthetic not in (None, "host", "ipu"):
-            raise ValueError(f"synthetic: {synthetic!r} is unknown; legal are 'host' and 'ipu', or None for real images")
+            raise UserError(f"synthetic: {synthetic!r} is unknown; legal are 'host' and 'ipu', or None for real images")
         if synthetic_kind not in ("pattern", "noise"):
-            raise ValueError(f"synthetic_kind: {synthetic_kind!r} is unknown; legal are 'pattern' and 'noise'")
+            raise UserError(f"synthetic_kind: {synthetic_kind!r} is unknown; legal are 'pattern' and 'noise'")
         if synthetic_kind == "noise":
             sizes["synthetic_kind"] = "noise"
         if synthetic is None and sizes:
             option, value = next(iter(sizes.items()))
-            raise ValueError(f"{option}: {value!r} needs synthetic='host' or 'ipu'; real images have their own")
+            raise UserError(f"{option}: {value!r} needs synthetic='host' or 'ipu'; real images have their own")
         if synthetic is not None and augment:
-            raise ValueError("augment: synthetic images cannot be augmented; leave it out or set it to false")
+            raise UserError("augment: synthetic images cannot be augmented; leave it out or set it to false")
         single = {"auto_augment": auto_augment, "color_jitter": color_jitter, "random_erasing": random_erasing}
         single["auto_augment_fill"] = auto_augment_fill
         for option, value in single.items():
             if value is not None and (synthetic is not None or augment is False):
                 why = "synthetic images cannot be augmented" if synthetic else "augment is false, which switches all augmentation off"
-                raise ValueError(f"{option}: {value} makes no sense: {why}")
+                raise UserError(f"{option}: {value} makes no sense: {why}")
         self.data_dir = Path(data_dir).expanduser()
         self.micro_batch_size = micro_batch_size
         self.eval_batch_size = eval_batch_size or micro_batch_size
@@ -834,7 +835,7 @@ class ImageDataModule(pl.LightningDataModule):
         self._validates_on_test = validation_on_test or (self.used_sample and validation_split is None)
         self._held_out = 0 if self._validates_on_test and validation_split is None else _held_out(validation_split, available)
         if self._held_out and validation_on_test:
-            raise ValueError(f"validation_split: {validation_split} holds out images that validation_on_test leaves unused; give only one")
+            raise UserError(f"validation_split: {validation_split} holds out images that validation_on_test leaves unused; give only one")
         self.num_train_samples = available - self._held_out
         self.num_validation_samples = self.num_test_samples if self._validates_on_test else self._held_out
         self._normalisation: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -964,7 +965,7 @@ def _held_out(split: int | float | None, available: int) -> int:
     """Number of images that `validation_split` takes out of `available` training images."""
     split = 0.1 if split is None else split
     if isinstance(split, bool) or not (0 <= split < 1 if isinstance(split, float) else 0 <= split < available):
-        raise ValueError(f"validation_split: {split} is not possible; give a fraction from 0 to below 1, or 0 to {available - 1:,} images")
+        raise UserError(f"validation_split: {split} is not possible; give a fraction from 0 to below 1, or 0 to {available - 1:,} images")
     return split if isinstance(split, int) else min(max(round(split * available), int(split > 0)), available - 1)
 
 

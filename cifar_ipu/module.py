@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from cifar_ipu.networks import NETWORKS, WhiteningConv2d
+from lightning_ipu.errors import UserError, as_user_errors
 from lightning_ipu.recipe.classifier import ImageClassifier
 
 PATCHES_FROM = 5_000  # training images whose patches are whitened
@@ -19,7 +20,7 @@ class CIFARModule(ImageClassifier):
         **training: optimizer, schedule and the rest; see ``ImageClassifier``.
 
     Raises:
-        ValueError: an option is unknown, out of range, or means nothing beside another one.
+        UserError: an option is unknown, out of range, or means nothing beside another one.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class CIFARModule(ImageClassifier):
     ) -> None:
         super().__init__(**training)
         if network not in NETWORKS:
-            raise ValueError(f"network={network!r} is unknown: choose from {', '.join(NETWORKS)}")
-        self.use(NETWORKS[network](num_classes=num_classes, in_channels=in_channels, image_size=image_size))
+            raise UserError(f"network={network!r} is unknown: choose from {', '.join(NETWORKS)}")
+        with as_user_errors():
+            built = NETWORKS[network](num_classes=num_classes, in_channels=in_channels, image_size=image_size)
+        self.use(built)
 
     def setup(self, stage: str) -> None:
         """Before training, fit a whitening convolution to training images, unless loaded weights already contain a fitted one."""
@@ -44,6 +47,6 @@ class CIFARModule(ImageClassifier):
             return
         sample = getattr(self.trainer.datamodule, "sample_images", None)
         if sample is None:
-            raise ValueError("network='whitened' needs a data module with sample_images(count), such as ImageDataModule")
+            raise UserError("network='whitened' needs a data module with sample_images(count), such as ImageDataModule")
         for layer in layers:
             layer.fit(sample(PATCHES_FROM))

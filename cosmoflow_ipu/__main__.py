@@ -18,6 +18,7 @@ from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, R
 from lightning_ipu.command.parser import build_parser, lightning_arguments, parse, settings_of  # noqa: E402
 from lightning_ipu.command.readers import choice, positive  # noqa: E402
 from lightning_ipu.command.words import value_of  # noqa: E402
+from lightning_ipu.errors import UserError  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 
@@ -318,7 +319,7 @@ def _show(given: dict[str, Any]) -> int:
     """Draw a simulated universe."""
     from cosmoflow_ipu.pictures import draw_universe
     from cosmoflow_ipu.universe import Universes
-    from lightning_ipu.command.output import check_writable
+    from lightning_ipu.files import check_writable
 
     options = _data_options({"cells": 64, **given}, SHOW_OPTIONS)
     universes = Universes(**{"voxel_size": 4.0, "oversample": 2, "spread": 0.3, "seed": given.get("seed", 0), **options})
@@ -349,7 +350,7 @@ def _other(name: str, words: list[str]) -> int:
         if name == "generate" and "output_dir" not in given:
             raise UsageError("generate needs --output-dir DIR, the folder to write to")
         return run(given)
-    except (ValueError, OSError) as error:  # UsageError is one
+    except (UserError, OSError) as error:
         once.report(" ".join(str(error).split()), prog=f"cosmoflow_ipu {name}")
         return 2
     except KeyboardInterrupt:

@@ -32,11 +32,12 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cosmoflow_ipu.universe import PARAMETERS, REDSHIFTS, Universes, cut
 from lightning_ipu import machine
-from lightning_ipu.command.output import write_atomically
 from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.index import Index
 from lightning_ipu.data.tf_example import encode_example, only_bytes, only_floats, parse_example
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, write_tfrecord
+from lightning_ipu.errors import UserError
+from lightning_ipu.files import atomic_write
 from lightning_ipu.randomness import mix, name_word
 
 CHANNELS = len(REDSHIFTS)  # in every file
@@ -49,7 +50,7 @@ _AUGMENT, _SPLIT, _DUMMY = (name_word(name) for name in ("cube symmetry", "unive
 Batch = tuple[Tensor, Tensor]  # counts [batch, channels, size, size, size] int16; targets [batch, 4] float32 from -1 to 1
 
 
-class CosmoDataError(ValueError):
+class CosmoDataError(UserError):
     """Data that are not there or cannot be used together; the message names the folder or file and what would help."""
 
 
@@ -89,7 +90,8 @@ def write_universes(
         if not missing:
             return
         if not (folder / SETTINGS).exists():
-            write_atomically(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+            with atomic_write(folder / SETTINGS, "w") as file:
+                file.write(json.dumps(settings, indent=1) + "\n")
         workers = min(workers if workers is not None else machine.usable_cores(), len(missing) // 4)
         writing = _Writing(missing, universes, sample_size, pack)
         loader = DataLoader(
@@ -220,9 +222,9 @@ def read_cube(records: TFRecords, index: int, into: np.ndarray) -> np.ndarray:
         into[:] = np.frombuffer(only_bytes(features, "x", length=into.size), dtype=np.uint8)
         targets = only_floats(features, "y", count=4)
         if np.abs(targets).max() > 1:
-            raise ValueError(f"feature 'y' must lie between -1 and 1, not {targets.tolist()}")
+            raise UserError(f"feature 'y' must lie between -1 and 1, not {targets.tolist()}")
         if (least := into.view("<i2").min()) < 0:
-            raise ValueError(f"feature 'x' has a count of {least}: these are no particle counts in int16")
+            raise UserError(f"feature 'x' has a count of {least}: these are no particle counts in int16")
     except ValueError as error:
         raise records.error(index, str(error)) from None
     return targets
@@ -405,7 +407,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         seed: of the simulated universes, and of those that are held out.
 
     Raises:
-        ValueError: an option that is out of range or means nothing to the data set.
+        UserError: an option that is out of range or means nothing to the data set.
         CosmoDataError: a folder without files, or with universes of other settings.
         TFRecordError: a file that is damaged or not CosmoFlow's.
     """
@@ -437,7 +439,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         if dataset not in ("synthetic", "tfrecord", "dummy"):
-            raise ValueError(f"dataset={dataset!r} is unknown: choose from synthetic, tfrecord, dummy")
+            raise UserError(f"dataset={dataset!r} is unknown: choose from synthetic, tfrecord, dummy")
         for name, value, least in (
             ("micro_batch_size", micro_batch_size, 1),
             ("eval_batch_size", eval_batch_size, 1),
@@ -448,25 +450,25 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             ("cache_gb", cache_gb, 0),
         ):
             if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+                raise UserError(f"{name}={value} must be at least {least}")
         machine.check_processes(num_workers, "num_workers")
         if not 1 <= channels <= CHANNELS:
-            raise ValueError(f"channels={channels} must lie between 1 and {CHANNELS}")
+            raise UserError(f"channels={channels} must lie between 1 and {CHANNELS}")
         if on_bad_record not in ("raise", "skip"):
-            raise ValueError(f"on_bad_record={on_bad_record!r} is unknown: choose from raise, skip")
+            raise UserError(f"on_bad_record={on_bad_record!r} is unknown: choose from raise, skip")
         if validation_split is not None and not 0 < validation_split < 1:
-            raise ValueError(f"validation_split={validation_split} must lie between 0 and 1")
+            raise UserError(f"validation_split={validation_split} must lie between 0 and 1")
         self._refuse_what_means_nothing(
             dataset,
             synthetic={"cells": cells, "voxel_size": voxel_size, "oversample": oversample, "fixed_mpc": fixed_mpc, "pack": pack or None},
             files={"validation_split": validation_split, "on_bad_record": None if on_bad_record == "raise" else on_bad_record},
         )
         if index_dir is not None and on_bad_record == "raise":
-            raise ValueError(
+            raise UserError(
                 f"index_dir={index_dir} means nothing with on_bad_record='raise', which looks for no bad records before the run"
             )
         if dataset == "dummy" and augment:
-            raise ValueError("augment=True means nothing to dataset='dummy', which is one cube over and over")
+            raise UserError("augment=True means nothing to dataset='dummy', which is one cube over and over")
         self.dataset_name, self.data_dir = dataset, Path(data_dir).expanduser()
         self.micro_batch_size, self.eval_batch_size = micro_batch_size, eval_batch_size or micro_batch_size
         self.num_workers, self.in_channels, self.augment, self.seed = num_workers, channels, augment, seed
@@ -479,7 +481,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             self._files = find_files(self.data_dir)
             self.input_size = self._size_of_files(skipping=on_bad_record == "skip")
             if sample_size not in (None, self.input_size):
-                raise ValueError(f"sample_size={sample_size}, but the cubes in {self.data_dir} have {self.input_size} voxels a side")
+                raise UserError(f"sample_size={sample_size}, but the cubes in {self.data_dir} have {self.input_size} voxels a side")
             if spread is None:
                 self.physical_spread = _spread_of(self.data_dir)
             return
@@ -497,7 +499,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
                 seed=seed,
             )
             if self.universes.cells % self.input_size:
-                raise ValueError(f"cells={cells} must be a multiple of sample_size={self.input_size}")
+                raise UserError(f"cells={cells} must be a multiple of sample_size={self.input_size}")
 
     def _size_of_files(self, *, skipping: bool) -> int:
         """Voxels a side of the first file's cubes; where bad ones are to be skipped, of the first good file's."""
@@ -516,7 +518,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         for kind, options in (("synthetic", synthetic), ("tfrecord", files)):
             for name, value in options.items():
                 if value is not None and dataset != kind:
-                    raise ValueError(f"{name}={value} means nothing to dataset={dataset!r}; it belongs to dataset={kind!r}")
+                    raise UserError(f"{name}={value} means nothing to dataset={dataset!r}; it belongs to dataset={kind!r}")
 
     @property
     def description(self) -> str:
@@ -613,7 +615,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             if wanted is not None:
                 if wanted > len(rows):
                     option = "n_train" if training else "n_valid"
-                    raise ValueError(f"{option}={wanted}, but {self.data_dir} has {len(rows):,} {split} cubes")
+                    raise UserError(f"{option}={wanted}, but {self.data_dir} has {len(rows):,} {split} cubes")
                 rows = rows[np.linspace(0, len(rows) - 1, wanted).round().astype(np.int64)]  # from all universes alike
         return CubeDataset(records=records, rows=rows, size=self.input_size, channels=self.in_channels, augment=self.augment and training)
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from cosmoflow_ipu.networks import network as build_network
 from cosmoflow_ipu.universe import CENTRE, PARAMETERS, SYMBOLS, to_physical
+from lightning_ipu.errors import UserError, as_user_errors
 from lightning_ipu.recipe.classifier import at_least_float32, updates_per_epoch
 from lightning_ipu.recipe.schedules import build_schedule, check_schedule
 
@@ -106,7 +107,7 @@ class CosmoFlowModule(pl.LightningModule):
         channels_last: keep volumes and weights in memory voxel by voxel, which is faster on most devices; moves last bits only.
 
     Raises:
-        ValueError: an option is unknown, out of range, or means nothing beside another one.
+        UserError: an option is unknown, out of range, or means nothing beside another one.
     """
 
     def __init__(
@@ -143,21 +144,21 @@ class CosmoFlowModule(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         if optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer={optimizer!r} is unknown: choose from {', '.join(OPTIMIZERS)}")
+            raise UserError(f"optimizer={optimizer!r} is unknown: choose from {', '.join(OPTIMIZERS)}")
         if not learning_rate > 0:
-            raise ValueError(f"learning_rate={learning_rate} must be above 0")
+            raise UserError(f"learning_rate={learning_rate} must be above 0")
         if momentum is not None and optimizer not in _WITH_MOMENTUM:
-            raise ValueError(f"momentum={momentum} means nothing to optimizer={optimizer!r}")
+            raise UserError(f"momentum={momentum} means nothing to optimizer={optimizer!r}")
         if momentum is not None and not 0 <= momentum < 1:
-            raise ValueError(f"momentum={momentum} must be at least 0 and below 1")
+            raise UserError(f"momentum={momentum} must be at least 0 and below 1")
         if not l2 >= 0:
-            raise ValueError(f"l2={l2} must be at least 0")
+            raise UserError(f"l2={l2} must be at least 0")
         if l2 and network == "resnet":
-            raise ValueError(f"l2={l2} means nothing to network='resnet', which has no hidden dense layers")
+            raise UserError(f"l2={l2} means nothing to network='resnet', which has no hidden dense layers")
         if predict_units not in ("unit", "physical"):
-            raise ValueError(f"predict_units={predict_units!r} is unknown: choose from unit, physical")
+            raise UserError(f"predict_units={predict_units!r} is unknown: choose from unit, physical")
         if predict_units == "physical" and physical_spread is None:
-            raise ValueError("predict_units='physical' needs physical_spread (data.spread): the ranges that the targets were scaled from")
+            raise UserError("predict_units='physical' needs physical_spread (data.spread): the ranges that the targets were scaled from")
         given = {
             "warmup_fraction": warmup_fraction,
             "warmup_epochs": warmup_epochs,
@@ -169,17 +170,18 @@ class CosmoFlowModule(pl.LightningModule):
         }
         self._schedule_options = {name: value for name, value in given.items() if value is not None}
         check_schedule(schedule, **self._schedule_options)
-        self.network = build_network(
-            network,
-            input_size=input_size,
-            in_channels=in_channels,
-            conv_size=conv_size,
-            n_conv_layers=n_conv_layers,
-            fc1_size=fc1_size,
-            fc2_size=fc2_size,
-            hidden_activation=hidden_activation,
-            dropout=dropout,
-        )
+        with as_user_errors():
+            self.network = build_network(
+                network,
+                input_size=input_size,
+                in_channels=in_channels,
+                conv_size=conv_size,
+                n_conv_layers=n_conv_layers,
+                fc1_size=fc1_size,
+                fc2_size=fc2_size,
+                hidden_activation=hidden_activation,
+                dropout=dropout,
+            )
         if channels_last:
             self.network.to(memory_format=torch.channels_last_3d)
         self.transform = CountTransform(in_channels, apply_log=apply_log)
@@ -204,7 +206,7 @@ class CosmoFlowModule(pl.LightningModule):
             return
         sample = getattr(self.trainer.datamodule, "sample_counts", None)
         if sample is None:
-            raise ValueError(
+            raise UserError(
                 "standardise=True needs a data module with sample_counts(), such as CosmoFlowDataModule; give standardise=False"
             )
         self.transform.fit(sample().to(self.device))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.randomness import mix, name_word
 
 PARAMETERS = ("omega_m", "sigma_8", "n_s", "h_0")
@@ -141,7 +142,7 @@ class Universes:
         seed: of the whole family.
 
     Raises:
-        ValueError: a number out of range.
+        UserError: a number out of range.
     """
 
     cells: int
@@ -155,9 +156,9 @@ class Universes:
         for name, low, high in (("cells", 4, 1024), ("voxel_size", 0.1, 100), ("oversample", 1, 4), ("spread", 0, 0.5), ("seed", 0, 2**63)):
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ValueError(f"{name}={value} must lie between {low} and {high}")
+                raise UserError(f"{name}={value} must lie between {low} and {high}")
         if self.cells * self.oversample % 2:
-            raise ValueError(f"cells={self.cells} with oversample={self.oversample} must make an even number of particles a side")
+            raise UserError(f"cells={self.cells} with oversample={self.oversample} must make an even number of particles a side")
 
     def targets(self, index: int) -> np.ndarray:
         """The universe's parameters (4,) float32 from -1 to 1: where each lies between centre - spread and centre + spread."""
@@ -202,7 +203,7 @@ class Universes:
                 flat = (flat * self.cells).add(position.to(torch.int32))
             counted = torch.bincount(flat.view(-1), minlength=self.cells**3)
             if (most := int(counted.max())) > torch.iinfo(torch.int16).max:
-                raise ValueError(
+                raise UserError(
                     f"universe {index} has a voxel of {most:,} particles, more than int16 holds: lower voxel_size or oversample"
                 )
             counts[:, column] = counted

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lightning_ipu.errors import UserError
+
 __all__ = [
     "bound_spinning",
     "check_processes",
@@ -75,17 +77,17 @@ def forget_leftovers() -> None:
     """Remove variables from the environment by which Lightning or torch would detect a launcher that did not start this process.
 
     Raises:
-        ValueError: a launcher started it in a way that is not supported; the message names its variable.
+        UserError: a launcher started it in a way that is not supported; the message names its variable.
     """
     started_by = launcher()
     if started_by is None:
         for variable in [name for name in os.environ if name.startswith("TORCHELASTIC_") or name == "SLURM_NTASKS"]:
             del os.environ[variable]
     elif started_by == "srun" and (tasks := int(os.environ["SLURM_NTASKS"])) > 1 and "SLURM_NTASKS_PER_NODE" not in os.environ:
-        raise ValueError(f"SLURM_NTASKS={tasks}: the number of tasks per node is missing; for one node give srun --ntasks-per-node={tasks}")
+        raise UserError(f"SLURM_NTASKS={tasks}: the number of tasks per node is missing; for one node give srun --ntasks-per-node={tasks}")
     if started_by is None and "JSM_NAMESPACE_SIZE" in os.environ:
         if (size := os.environ.pop("JSM_NAMESPACE_SIZE")) != "1" and "JSM_NAMESPACE_RANK" in os.environ:
-            raise ValueError(f"JSM_NAMESPACE_SIZE={size}: processes are started by torchrun, srun or --processes, not by jsrun; unset it")
+            raise UserError(f"JSM_NAMESPACE_SIZE={size}: processes are started by torchrun, srun or --processes, not by jsrun; unset it")
 
 
 def usable_cores(*, root: str | Path = "/") -> int:
@@ -99,10 +101,10 @@ def usable_cores(*, root: str | Path = "/") -> int:
 
 
 def check_processes(number: int, name: str) -> None:
-    """Raise ValueError, with the option's name, for more processes than should run on this machine: 64, or 8 for each of its CPUs if more."""
+    """Raise UserError, with the option's name, for more processes than should run on this machine: 64, or 8 for each of its CPUs if more."""
     most = max(64, 8 * (os.cpu_count() or 1))
     if number > most:
-        raise ValueError(f"{name}={number} is too many processes for this machine; at most {most} are started")
+        raise UserError(f"{name}={number} is too many processes for this machine; at most {most} are started")
 
 
 def share_of_cores(place: int, processes: int, *, root: str | Path = "/") -> list[set[int]]:
@@ -171,18 +173,18 @@ def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
 
     ``None`` leaves the number to ``OMP_NUM_THREADS`` where that is set, and otherwise means an equal share of :func:`usable_cores`
     for each of ``processes`` on this machine, or all of them where srun has given this process cores of its own: torch by itself does not
-    see the cgroup's quota, and a container with 2 of 64 cores would run 64 threads. Raises ValueError for fewer than 1 and for more than
+    see the cgroup's quota, and a container with 2 of 64 cores would run 64 threads. Raises UserError for fewer than 1 and for more than
     `MOST_THREADS`.
     """
     import torch
 
     if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, not {threads}")
+        raise UserError(f"threads must be at least 1, not {threads}")
     if threads is not None and threads > MOST_THREADS:
-        raise ValueError(f"threads={threads} must be at most {MOST_THREADS}")
+        raise UserError(f"threads={threads} must be at most {MOST_THREADS}")
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if threads is None and given.isdigit() and int(given) > MOST_THREADS:
-        raise ValueError(f"OMP_NUM_THREADS={given} in the environment must be at most {MOST_THREADS}")
+        raise UserError(f"OMP_NUM_THREADS={given} in the environment must be at most {MOST_THREADS}")
     if threads is None and not given:
         threads = max(1, usable_cores() // (1 if _is_bound() else processes))
     if threads is not None:

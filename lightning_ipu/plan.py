@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, fields
 
+from lightning_ipu.errors import UserError
 
-class PlanError(ValueError):
+
+class PlanError(UserError):
     """A plan, or a run under a plan, that cannot be carried out; the message names the option, its value and what would be right."""
 
 

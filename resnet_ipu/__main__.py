@@ -18,6 +18,7 @@ from lightning_ipu.command.options import CHECKPOINT_OPTIONS, MACHINE_OPTIONS, R
 from lightning_ipu.command.parser import build_parser, lightning_arguments, parse, settings_of  # noqa: E402
 from lightning_ipu.command.readers import choice, positive  # noqa: E402
 from lightning_ipu.command.words import pairs, value_of  # noqa: E402
+from lightning_ipu.errors import UserError  # noqa: E402
 from lightning_ipu.placement import Placement  # noqa: E402
 from lightning_ipu.plan import Plan, PlanError  # noqa: E402
 from lightning_ipu.precision import names as precision  # noqa: E402
@@ -1038,7 +1039,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
 
     try:
         imagenet = _is_imagenet(arguments)
-    except ValueError as error:  # UsageError is one
+    except UserError as error:
         once.report(str(error), prog="resnet_ipu")
         return 2
     command = Command(
@@ -1154,7 +1155,7 @@ goes on."""
                 workers=workers,
                 on_bad_image=given.get("on_bad_image", "raise"),
             )
-    except (ValueError, OSError) as error:  # UsageError is one
+    except (UserError, OSError) as error:
         once.report(" ".join(str(error).split()), prog="resnet_ipu convert")
         return 2
     except KeyboardInterrupt:

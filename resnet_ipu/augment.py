@@ -7,6 +7,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from cifar_ipu.augment import ImageAugmentation
+from lightning_ipu.errors import UserError
 
 __all__ = ["ImageAugmentation", "Mixing"]
 
@@ -25,14 +26,14 @@ class Mixing:
         cutmix: α of cutmix; None for none.
 
     Raises:
-        ValueError: an α that is not above 0.
+        UserError: an α that is not above 0.
     """
 
     def __init__(self, *, num_classes: int, mixup: float | None = None, cutmix: float | None = None) -> None:
         self._kinds: list[v2.Transform] = []
         for name, alpha, kind in (("mixup", mixup, v2.MixUp), ("cutmix", cutmix, v2.CutMix)):
             if alpha is not None and not 0 < alpha < float("inf"):
-                raise ValueError(f"{name}={alpha} must be above 0: it is α of the Beta distribution that shares are drawn from")
+                raise UserError(f"{name}={alpha} must be above 0: it is α of the Beta distribution that shares are drawn from")
             if alpha is not None:
                 self._kinds.append(kind(alpha=alpha, num_classes=num_classes))
 
@@ -40,10 +41,10 @@ class Mixing:
         """Mixed images (B, C, H, W) and, for labels (B,), the shares of the classes (B, num_classes) in each.
 
         Raises:
-            ValueError: there is one image only.
+            UserError: there is one image only.
         """
         if len(images) < 2:
-            raise ValueError(
+            raise UserError(
                 "mixup and cutmix mix the images of a micro-batch with each other: a micro-batch of 1 has none; give at least 2"
             )
         which = int(torch.randint(len(self._kinds), ())) if len(self._kinds) > 1 else 0

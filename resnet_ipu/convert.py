@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cifar_ipu.data import DataFileError, DataNotFoundError
-from lightning_ipu.command.output import write_atomically
 from lightning_ipu.data.tf_example import encode_example, parse_example
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, write_tfrecord
+from lightning_ipu.errors import UserError
+from lightning_ipu.files import atomic_write
 from lightning_ipu.randomness import mix, name_word
 from resnet_ipu.data import MANIFEST, FolderImages, ImageDataset, ImageNetDataModule, synset_words
 from resnet_ipu.images import ImageError, decode, image_facts
@@ -141,7 +142,7 @@ def convert(
         on_bad_image: raise ends at an image that is none or not whole; skip decodes all images first, and leaves out and lists the bad ones.
 
     Raises:
-        ValueError: an image that is none, or a target that holds something else. OSError: a file that cannot be read or written.
+        UserError: an image that is none, or a target that holds something else. OSError: a file that cannot be read or written.
     """
     data = ImageNetDataModule(data_dir=source, num_workers=workers, on_bad_image=on_bad_image)
     if "train" not in data.layout.folders:
@@ -150,7 +151,7 @@ def convert(
     shards = {split: shards[split] or _shards_for(part) for split, part in parts.items()}
     for split, part in parts.items():
         if shards[split] > len(part):
-            raise ValueError(f"--{split}-shards {shards[split]:,}: there are {len(part):,} {split} images, and no file may be empty")
+            raise UserError(f"--{split}-shards {shards[split]:,}: there are {len(part):,} {split} images, and no file may be empty")
     words = synset_words(source)
     manifest = {
         "classes": data.classes,
@@ -174,7 +175,8 @@ def convert(
             split=split,
             workers=workers,
         )
-    write_atomically(target / MANIFEST, json.dumps({**manifest, "records": counts}, indent=1) + "\n")
+    with atomic_write(target / MANIFEST, "w") as file:
+        file.write(json.dumps({**manifest, "records": counts}, indent=1) + "\n")
     total = sum((target / name).stat().st_size for name in counts)
     print(f"{target}: {sum(counts.values()):,} images in {len(counts):,} shards, {total / 1e6:,.1f} MB, {len(data.classes):,} classes")
     if data.caveat:
@@ -199,7 +201,8 @@ def _claim(target: Path, manifest: dict[str, Any]) -> None:
             raise DataFileError(f"{target} has shards of something else, such as {found[0]}: give another folder, or remove them")
     for part in target.glob(".*-of-*.part"):  # of a process that was killed
         part.unlink()
-    write_atomically(path, json.dumps(manifest, indent=1) + "\n")
+    with atomic_write(path, "w") as file:
+        file.write(json.dumps(manifest, indent=1) + "\n")
 
 
 def _run(writer: Writer, tasks: list[Shard], *, split: str, workers: int) -> dict[str, int]:

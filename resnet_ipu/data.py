@@ -32,6 +32,7 @@ from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.index import Index
 from lightning_ipu.data.tf_example import only_bytes, parse_example
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords
+from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write
 from lightning_ipu.randomness import mix, name_word
 from resnet_ipu.images import MEAN, STD, UNIFORMS, ImageError, center_crop, decode, half_scale_decoder, training_crop
@@ -287,9 +288,9 @@ class ShardImages:
             data = np.frombuffer(only_bytes(features, "image/encoded"), dtype=np.uint8)
             label = features.get("image/class/label")
             if not isinstance(label, np.ndarray) or label.dtype != np.int64 or len(label) != 1:
-                raise ValueError("feature 'image/class/label' must be one whole number")
+                raise UserError("feature 'image/class/label' must be one whole number")
             if not 1 <= label[0] <= self.num_classes:
-                raise ValueError(f"label {label[0]} must lie between 1 and {self.num_classes}, the number of classes")
+                raise UserError(f"label {label[0]} must lie between 1 and {self.num_classes}, the number of classes")
         except ValueError as error:
             raise self.records.error(number, str(error)) from None
         return data, int(label[0]) - 1
@@ -471,7 +472,7 @@ class ImageDataset(Dataset):
         random: whether to crop at random, as in training.
         resize: pixels to which evaluation scales the shorter side first.
         augmentation: what is done to an image after crop and mirroring, in training.
-        fast: decode large parts of JPEGs at half scale; see `training_crop`. Raises ValueError where simplejpeg is not installed.
+        fast: decode large parts of JPEGs at half scale; see `training_crop`. Raises UserError where simplejpeg is not installed.
         eight_bit: give images out as they are, uint8; otherwise normalised, float32.
     """
 
@@ -576,7 +577,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         index_dir: folder in which lists of the images are kept for the next start; null keeps none.
 
     Raises:
-        ValueError: an option is out of range or means nothing for what is in data_dir.
+        UserError: an option is out of range or means nothing for what is in data_dir.
         DataNotFoundError: there is no such data. DataFileError: files are missing or do not fit each other.
     """
 
@@ -618,17 +619,17 @@ class ImageNetDataModule(pl.LightningDataModule):
             ("validation_shards", validation_shards, 1),
         ):
             if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+                raise UserError(f"{name}={value} must be at least {least}")
         machine.check_processes(num_workers, "num_workers")
         if dataset != "IMAGENET":
-            raise ValueError(f"dataset={dataset!r} is unknown here: IMAGENET is")
+            raise UserError(f"dataset={dataset!r} is unknown here: IMAGENET is")
         if on_bad_image not in ("raise", "skip"):
-            raise ValueError(f"on_bad_image={on_bad_image!r} is unknown: choose from raise, skip")
+            raise UserError(f"on_bad_image={on_bad_image!r} is unknown: choose from raise, skip")
         single = {"auto_augment": auto_augment, "color_jitter": color_jitter, "random_erasing": random_erasing}
         single["auto_augment_fill"] = auto_augment_fill
         for name, value in {**single, "fast_decode": fast_decode or None}.items():
             if value is not None and not augment:
-                raise ValueError(f"{name}={value} means nothing with augment=False, which switches random crops and all after them off")
+                raise UserError(f"{name}={value} means nothing with augment=False, which switches random crops and all after them off")
         if fast_decode:
             half_scale_decoder()
         self.dataset_name, self.in_channels, self.used_sample = dataset, 3, False
@@ -638,7 +639,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         self.eval_image_size = eval_image_size or image_size
         self.eval_resize = eval_resize or round(self.eval_image_size / EVAL_SHARE)
         if self.eval_resize < self.eval_image_size:
-            raise ValueError(f"eval_resize={eval_resize} must be at least the side of the middle that is taken, {self.eval_image_size}")
+            raise UserError(f"eval_resize={eval_resize} must be at least the side of the middle that is taken, {self.eval_image_size}")
         self.augmentation = ImageAugmentation(**single, magnitude=randaugment_magnitude, fill=MEAN)
         self.eight_bit_transfer, self.on_bad_image = eight_bit_transfer, on_bad_image
         self.index_dir = None if index_dir is None else Path(index_dir)
@@ -647,7 +648,7 @@ class ImageNetDataModule(pl.LightningDataModule):
         self.layout = find_layout(self.data_dir, expected={"train": train_shards, "validation": validation_shards})
         for name, value in (("train_shards", train_shards), ("validation_shards", validation_shards), ("num_classes", num_classes)):
             if value is not None and not self.layout.shards:
-                raise ValueError(f"{name}={value} means nothing here: {self.data_dir} has folders of images, not shards")
+                raise UserError(f"{name}={value} means nothing here: {self.data_dir} has folders of images, not shards")
         self._manifest = self._read_manifest()
         self.classes = list(classes) if classes else self._find_classes()  # None where shards do not name them
         if self._manifest.get("classes", self.classes) != self.classes:
@@ -655,7 +656,7 @@ class ImageNetDataModule(pl.LightningDataModule):
                 f"{self.layout.manifest}: its {len(self._manifest['classes'])} classes are not those that the network learns"
             )
         if self.classes is not None and num_classes not in (None, len(self.classes)):
-            raise ValueError(f"num_classes={num_classes}, but {self.data_dir} has {len(self.classes)} classes")
+            raise UserError(f"num_classes={num_classes}, but {self.data_dir} has {len(self.classes)} classes")
         self.num_classes = num_classes or (STANDARD_CLASSES if self.classes is None else len(self.classes))
 
     def _read_manifest(self) -> dict[str, Any]:
@@ -820,7 +821,7 @@ class ImageNetDataModule(pl.LightningDataModule):
     def _labels(self, split: str, images: FolderImages, ignored: Counter) -> np.ndarray:
         """The label of each image; those outside of the class folders are taken out and counted."""
         if self.classes is None:
-            raise ValueError(f"{images.root} names its classes, but the shards of {self.data_dir} do not: set classes")
+            raise UserError(f"{images.root} names its classes, but the shards of {self.data_dir} do not: set classes")
         if not len(images):
             raise DataNotFoundError(f"{images.root} has no images: put the {split} images there, or remove the folder")
         label_of = {name: label for label, name in enumerate(self.classes)}

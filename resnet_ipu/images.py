@@ -29,6 +29,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2
 
+from lightning_ipu.errors import UserError
+
 __all__ = [
     "MEAN",
     "STD",
@@ -77,7 +79,7 @@ _T = TypeVar("_T")
 _decode_jpeg = getattr(torch.ops.image, "decode_jpeg", None) if hasattr(torch.ops, "image") else None
 
 
-class ImageError(ValueError):
+class ImageError(UserError):
     """An image that cannot be used; the message is one line with its place and the cause."""
 
     def __init__(self, place: str | os.PathLike[str], cause: str) -> None:
@@ -207,12 +209,12 @@ def half_scale_decoder() -> Callable[[np.ndarray, JpegHeader], Tensor]:
     Pillow can do it too, but then takes as long as for the whole.
 
     Raises:
-        ValueError: simplejpeg is not installed. From the decoder, where it cannot decode the bytes.
+        UserError: simplejpeg is not installed. ValueError: from the decoder, where it cannot decode the bytes.
     """
     try:
         from simplejpeg import decode_jpeg
     except ImportError:
-        raise ValueError("fast_decode needs the package simplejpeg, which is not installed: pip install 'lightning-ipu[images]'") from None
+        raise UserError("fast_decode needs the package simplejpeg, which is not installed: pip install 'lightning-ipu[images]'") from None
 
     def decode_half(data: np.ndarray, header: JpegHeader) -> Tensor:
         pixels = decode_jpeg(data, min_height=-(-header.height // 2), min_width=-(-header.width // 2), min_factor=2)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from lightning_ipu.files import named_when_damaged
+from lightning_ipu.errors import UserError, as_user_errors
+from lightning_ipu.files import load
 from lightning_ipu.recipe.classifier import Batch, ImageClassifier
 from resnet_ipu.augment import Mixing
 from resnet_ipu.networks import ToyModel, resnet
@@ -37,7 +37,7 @@ class ResNetModule(ImageClassifier):
         **training: optimizer, schedule and the rest; see ``ImageClassifier``.
 
     Raises:
-        ValueError: an option is unknown, out of range, or means nothing beside another one.
+        UserError: an option is unknown, out of range, or means nothing beside another one.
     """
 
     def __init__(
@@ -60,31 +60,32 @@ class ResNetModule(ImageClassifier):
     ) -> None:
         super().__init__(**training)
         if image_size < 1:
-            raise ValueError(f"image_size={image_size} must be at least 1 pixel")
+            raise UserError(f"image_size={image_size} must be at least 1 pixel")
         if norm_momentum is not None and not 0 < norm_momentum <= 1:
-            raise ValueError(f"norm_momentum={norm_momentum} must be above 0 and at most 1")
+            raise UserError(f"norm_momentum={norm_momentum} must be above 0 and at most 1")
         if stem is None:
             stem = "cifar" if image_size <= 64 else "imagenet"
         if zero_init_last_norm is None:
             zero_init_last_norm = norm_type != "none"
-        if size in TOY_MODELS:
-            if (norm_type, norm_groups, shortcut_type) != ("batch", None, None):
-                raise ValueError(f"norm_type, norm_groups and shortcut_type mean nothing to size={size!r}: its norms are in its name")
-            shape = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
-            momentum = 0.1 if norm_momentum is None else norm_momentum
-            network: nn.Module = ToyModel(**shape, norm=size == "toy_model_bn", norm_momentum=momentum)
-        else:
-            network = resnet(
-                str(size),  # YAML reads 20 as a number
-                num_classes=num_classes,
-                in_channels=in_channels,
-                stem=stem,
-                norm=norm_type,
-                norm_groups=norm_groups,
-                norm_momentum=norm_momentum,
-                shortcut_type=shortcut_type,
-                zero_init_last_norm=zero_init_last_norm,
-            )
+        with as_user_errors():
+            if size in TOY_MODELS:
+                if (norm_type, norm_groups, shortcut_type) != ("batch", None, None):
+                    raise UserError(f"norm_type, norm_groups and shortcut_type mean nothing to size={size!r}: its norms are in its name")
+                shape = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+                momentum = 0.1 if norm_momentum is None else norm_momentum
+                network: nn.Module = ToyModel(**shape, norm=size == "toy_model_bn", norm_momentum=momentum)
+            else:
+                network = resnet(
+                    str(size),  # YAML reads 20 as a number
+                    num_classes=num_classes,
+                    in_channels=in_channels,
+                    stem=stem,
+                    norm=norm_type,
+                    norm_groups=norm_groups,
+                    norm_momentum=norm_momentum,
+                    shortcut_type=shortcut_type,
+                    zero_init_last_norm=zero_init_last_norm,
+                )
         self.use(network)
         self.pretrained = pretrained
         if pretrained is not None:
@@ -99,13 +100,12 @@ def load_pretrained(network: nn.Module, path: Path) -> None:
     """Load a state_dict that a network of the same names and shapes was saved with, such as torchvision's.
 
     Raises:
-        ValueError: the file cannot be read, or is not this network's; the message names it and the first keys that differ.
+        UserError: the file cannot be read, or is not this network's; the message names it and the first keys that differ.
     """
-    with named_when_damaged(path, "pretrained: "):
-        state = torch.load(path, map_location="cpu", weights_only=True)
+    state = load(path, option="pretrained: ")
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         found = f"it holds {', '.join(map(str, list(state)[:4]))}" if isinstance(state, Mapping) else f"it holds a {type(state).__name__}"
-        raise ValueError(f"pretrained: {path} is no state_dict of tensors ({found}); a run's checkpoint is for --ckpt_path")
+        raise UserError(f"pretrained: {path} is no state_dict of tensors ({found}); a run's checkpoint is for --ckpt_path")
     own = network.state_dict()
     differing = []
     for name in dict.fromkeys([*own, *state]):
@@ -115,7 +115,7 @@ def load_pretrained(network: nn.Module, path: Path) -> None:
             differing.append(f"{name} ({shapes[0]} there, {shapes[1]} here)")
     if differing:
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise ValueError(
+        raise UserError(
             f"pretrained: {path} is not of this network: {', '.join(differing[:3])}{more} differ; size, stem, num_classes and in_channels"
             " must be those it was trained with"
         )

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_ipu.command.run import CommandLine
 from lightning_ipu.data.order import Shard
 from lightning_ipu.data.training import TrainingData
+from lightning_ipu.errors import UserError
 
 __all__ = ["DataBenchmark", "loader_rate", "network_rate"]
 
@@ -51,7 +52,7 @@ class Batches:
         self.data = data
         self._training = TrainingData(data.train_dataloader(), seed=seed, shard=Shard(places=range(1), per_update=1))
         if not self._training.micro_batches:
-            raise ValueError(f"{data.data_dir}: there are fewer training images than a micro-batch of {data.micro_batch_size}")
+            raise UserError(f"{data.data_dir}: there are fewer training images than a micro-batch of {data.micro_batch_size}")
 
     def __iter__(self) -> Iterator[Any]:
         epoch = 0

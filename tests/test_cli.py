@@ -18,10 +18,13 @@ import torch
 import warm
 import yaml
 from image_tree import make_tree
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ipu.command.parser import build_parser, lightning_arguments, parse
+from lightning_ipu.errors import UserError
 from resnet_ipu import __main__ as command
 from resnet_ipu import networks
+from resnet_ipu.module import ResNetModule
 
 CONFIGS = Path(command.__file__).parent / "configs"
 TINY = ["--dataset", "sample", "--size", "8", "--precision", "32.32", "--limit-train-batches", "8", "--limit-val-batches", "2"]
@@ -417,8 +420,16 @@ def test_settings_that_fail_later_are_one_line_as_well(run):
         assert status == 2 and re.match(f"resnet_ipu: error: {message}", errors) and errors.count("\n") == 1, errors
 
 
+class Refused(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise UserError(f"sample {index}: no such thing")
+
+
 def test_only_errors_raised_on_purpose_lose_their_traceback():
-    from lightning_ipu.command.messages import is_meant_for_people
+    from lightning_ipu.command.messages import is_meant_for_people, one_line
     from lightning_ipu.plan import PlanError
 
     def caught(action) -> Exception:
@@ -435,7 +446,13 @@ def test_only_errors_raised_on_purpose_lose_their_traceback():
     assert not is_meant_for_people(caught(lambda: int("x")))  # a slip
     assert not is_meant_for_people(caught(lambda: torch.zeros(2).view(3)))
     assert not is_meant_for_people(caught(lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)))  # raised by torch, not by us
+    assert not is_meant_for_people(caught(lambda: networks.resnet("no size")))  # code that knows no UserError
+    assert is_meant_for_people(caught(lambda: ResNetModule(size="no size")))
     assert is_meant_for_people(caught(lambda: open("/nowhere/file")))
+    batches = DataLoader(Refused(), num_workers=1)
+    assert is_meant_for_people(error := caught(lambda: next(iter(batches)))) and "Traceback" in str(error)
+    assert one_line(error) == "sample 0: no such thing"
+    assert is_meant_for_people(caught(lambda: pl.Trainer(strategy="no_such_strategy", logger=False)))  # a ValueError of Lightning's
 
 
 @pytest.mark.parametrize(("number", "status", "again"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "the signal")])

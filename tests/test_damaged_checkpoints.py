@@ -3,6 +3,7 @@
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs import Net, classes, loader, make_trainer
@@ -46,6 +47,13 @@ def test_a_folder_a_state_dict_and_a_missing_file_are_named(tmp_path):
         with pytest.raises(ValueError, match=words) as raised:
             read_checkpoint(tmp_path / name)
         assert str(tmp_path / name) in str(raised.value)
+
+
+def test_a_command_reads_the_hyperparameters_that_a_run_reads(tmp_path):
+    harmless = {"folder": Path("x"), "rate": np.float32(0.5), "table": np.arange(3)}
+    torch.save({"state_dict": {}, "global_step": 3, "hyper_parameters": harmless}, tmp_path / "a.ckpt")
+    read = read_checkpoint(tmp_path / "a.ckpt")["hyper_parameters"]
+    assert read["folder"] == Path("x") and read["rate"] == np.float32(0.5) and read["table"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ipu.command import display
 from lightning_ipu.command.display import RunDisplay, closing_lines
-from lightning_ipu.command.output import MetricsFile, OutputDirectory, OutputDirectoryError, write_atomically, write_scores
+from lightning_ipu.command.output import MetricsFile, OutputDirectory, write_scores
+from lightning_ipu.files import OutputDirectoryError, atomic_write
 from lightning_ipu.strategy import IPUStrategy
 
 
@@ -221,11 +222,16 @@ def test_a_full_disk_is_told_by_the_name_of_the_file_and_the_rows_before_it_stay
     assert [row["step"] for row in _rows(logger.path)[:10]] == [str(step) for step in range(10)]
 
 
+def write_text(path, text):
+    with atomic_write(path, "w") as file:
+        file.write(text)
+
+
 @pytest.mark.parametrize(
     ("name", "write"),
     [
         ("validation.csv", lambda folder: write_scores(folder, [{"step": 3}])),
-        ("config.yaml", lambda folder: write_atomically(folder / "config.yaml", "seed: 1")),
+        ("config.yaml", lambda folder: write_text(folder / "config.yaml", "seed: 1")),
         (".lock", lambda folder: OutputDirectory(folder).begin()),
     ],
 )

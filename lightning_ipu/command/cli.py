@@ -18,6 +18,7 @@ from lightning_ipu.command.options import AVERAGE_OPTIONS, SUBCOMMANDS, Option, 
 from lightning_ipu.command.parser import build_parser, lightning_arguments, parse
 from lightning_ipu.command.streams import lasting_streams
 from lightning_ipu.command.words import arranged
+from lightning_ipu.errors import UserError
 
 _OF_ONE_START = ("resume", "output_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
 
@@ -62,7 +63,7 @@ def average(words: Sequence[str], *, prog: str, version: Callable[[], str]) -> i
         from lightning_ipu.recipe.averaging import write_average
 
         print(write_average(given))
-    except (ValueError, OSError) as error:  # UsageError is one
+    except (UserError, OSError) as error:
         once.report(" ".join(str(error).split()), prog=f"{prog} average")
         return 2
     except KeyboardInterrupt:
@@ -106,7 +107,7 @@ def main(
                 given = {name: value for name, value in given.items() if value or name not in flags}
                 settled = [*settle(given), *lightning_arguments({"short_options": kept})]
                 lightning = ["fit" if given.get("training", True) else "validate", *settled]
-        except (UsageError, configs.ConfigError) as error:
+        except UserError as error:
             once.report(str(error), prog=parser.prog)
             return 2
         streams.begin_run()

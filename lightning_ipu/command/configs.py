@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_ipu.errors import UserError
+
 if TYPE_CHECKING:
     from lightning_ipu.command.options import Option
 
@@ -23,7 +25,7 @@ _OF_A_START = ("--config", "--resume")  # options that no file may hold
 _LIGHTNING_SECTIONS = ("trainer", "model", "data")
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot be used; the message names the file and what would be right."""
 
 

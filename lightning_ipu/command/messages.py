@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dis
 import logging
 import re
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,10 @@ from typing import Any
 from jsonargparse import ArgumentError
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from lightning_ipu.errors import UserError
+
 _MISFIT = "Error(s) in loading state_dict"  # how torch begins when a checkpoint is another network's
+_OF_A_WORKER = "\nOriginal Traceback (most recent call last):"  # in the message of what a loader worker raised
 
 
 _CHATTER = (
@@ -64,17 +67,15 @@ def keep_quiet(prog: str) -> Iterator[None]:
 
 
 def is_meant_for_people(error: Exception) -> bool:
-    """Whether the error was raised on purpose, by this project or Lightning, about something that its user can put right.
+    """Whether an error is about something that the user can put right; any other is a fault of the program, and keeps its traceback.
 
-    A ValueError that a slip of ours caused deep in torch, or by a faulty expression here, is not: that needs its traceback.
+    Such are `UserError`s, files that cannot be opened, checkpoints of another network, and what Lightning and jsonargparse refuse.
     """
-    if isinstance(error, (MisconfigurationException, ArgumentError)) or str(error).startswith(_MISFIT):
-        return True
-    if _missing_package(error) is not None:
+    if isinstance(error, (UserError, MisconfigurationException, ArgumentError)) or str(error).startswith(_MISFIT):
         return True
     if isinstance(error, OSError):
-        return error.filename is not None or _raised_here(error)
-    return isinstance(error, ValueError) and _raised_here(error)
+        return error.filename is not None
+    return _missing_package(error) is not None or isinstance(error, ValueError) and _raised_by_lightning(error)
 
 
 def _missing_package(error: Exception) -> str | None:
@@ -87,19 +88,17 @@ def _missing_package(error: Exception) -> str | None:
     return None
 
 
-def _raised_here(error: Exception) -> bool:
-    """Whether a ``raise`` statement in this project's packages or in Lightning made the error."""
-    trace = error.__traceback__
-    if trace is None:
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    by_statement = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return by_statement and (package.endswith("_ipu") or package in ("pytorch_lightning", "lightning_fabric", "__main__"))
+def _raised_by_lightning(error: Exception) -> bool:
+    """Whether the innermost call on the way to an error is one of Lightning's functions."""
+    calls = traceback.extract_tb(error.__traceback__)
+    return bool(calls) and not {"pytorch_lightning", "lightning_fabric"}.isdisjoint(Path(calls[-1].filename).parts)
 
 
 def one_line(error: Exception) -> str:
-    if str(error).startswith(_MISFIT):
-        return f"the checkpoint does not fit the network: {textwrap.shorten(str(error).splitlines()[1], 160)}"
-    return " ".join((_missing_package(error) or str(error)).split()) or type(error).__name__
+    """What an error says, in one line; of one that a loader worker raised, without the worker's traceback."""
+    text = _missing_package(error) or str(error)
+    if text.startswith(_MISFIT):
+        return f"the checkpoint does not fit the network: {textwrap.shorten(text.splitlines()[1], 160)}"
+    if _OF_A_WORKER in text:
+        text = re.split(r"^[\w.]+Error: ", text, flags=re.M)[-1]
+    return " ".join(text.split()) or type(error).__name__

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ipu.command.readers import choice, path, positive
+from lightning_ipu.errors import UserError
 
 SUBCOMMANDS = ("fit", "validate", "test", "predict")
 
 
-class UsageError(ValueError):
+class UsageError(UserError):
     """A command line that cannot be carried out; the message is the one line that a person reads."""
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import locale
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,36 +15,17 @@ from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
-from lightning_ipu.files import atomic_write, named_when_full
+from lightning_ipu.files import OutputDirectoryError, atomic_write, named_when_full, writing_to
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system: directories are then not locked
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MetricsFile", "OutputDirectory", "OutputDirectoryError", "check_writable", "free_name", "write_atomically", "write_scores"]
+__all__ = ["MetricsFile", "OutputDirectory", "free_name", "write_scores"]
 
 CONFIG, METRICS, CHECKPOINTS, SCORES = "config.yaml", "metrics.csv", "checkpoints", "validation.csv"
 TRAIN_REPORT, EVAL_REPORT = "train_report.txt", "eval_report.txt"
-
-
-class OutputDirectoryError(ValueError):
-    """The output directory cannot be used; the message names it and says what would help."""
-
-
-@contextmanager
-def _writing_to(directory: Path) -> Iterator[None]:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise OutputDirectoryError(f"cannot write in the output directory {directory}: {error.strerror}") from None
-
-
-def check_writable(directory: str | Path) -> None:
-    """Raise OutputDirectoryError if a directory cannot be made or written to; called before the work rather than after it."""
-    with _writing_to(Path(directory)), tempfile.TemporaryFile(dir=directory):
-        pass
 
 
 class OutputDirectory:
@@ -57,7 +36,7 @@ class OutputDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        with _writing_to(self.path):
+        with writing_to(self.path):
             self._lock: IO[str] = open(self.path / ".lock", "a+")  # noqa: SIM115 - held until the process ends
         if fcntl is not None:
             try:
@@ -227,7 +206,8 @@ class MetricsFile(Logger):
             self._file = None
         text = io.StringIO()
         csv.writer(text).writerows([self._columns, *([row.get(name) or "" for name in self._columns] for row in rows)])
-        write_atomically(self.path, text.getvalue())
+        with atomic_write(self.path, "w") as file:
+            file.write(text.getvalue())
         self._file = self.path.open("a", newline="")
 
 
@@ -241,14 +221,9 @@ def write_scores(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         path.rename(free_name(path))
-    write_atomically(path, text.getvalue())
+    with atomic_write(path, "w") as file:
+        file.write(text.getvalue())
     return path
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there as a whole or not at all."""
-    with atomic_write(path) as file:
-        file.write(text.encode(locale.getpreferredencoding(False)))
 
 
 def free_name(path: Path) -> Path:

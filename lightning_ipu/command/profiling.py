@@ -12,7 +12,8 @@ from pytorch_lightning.callbacks import Callback
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
-from lightning_ipu.command.output import EVAL_REPORT, TRAIN_REPORT, free_name, write_atomically
+from lightning_ipu.command.output import EVAL_REPORT, TRAIN_REPORT, free_name
+from lightning_ipu.files import atomic_write
 
 EVALUATION_BATCHES = 10
 ROWS = 40
@@ -121,7 +122,8 @@ class ProfileReports(Callback):
         if path.exists():
             path.rename(free_name(path))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, self._text)
+        with atomic_write(path, "w") as file:
+            file.write(self._text)
         self._text = None
         show = print if trainer.progress_bar_callback is None else trainer.progress_bar_callback.print
         show(f"{path}: where the time went{self._whose}, by torch.profiler")

@@ -37,14 +37,13 @@ from lightning_ipu.command.output import (
     MetricsFile,
     OutputDirectory,
     free_name,
-    write_atomically,
 )
 from lightning_ipu.command.run_length import limit, run_length
 from lightning_ipu.command.saved_settings import compare_settings, settings_in
 from lightning_ipu.command.scoring import VAL_ACCURACY, VAL_LOSS, Scoring
 from lightning_ipu.command.slowdown import SlowdownWatch
 from lightning_ipu.command.words import file_with
-from lightning_ipu.files import read_checkpoint
+from lightning_ipu.files import atomic_write, read_checkpoint
 from lightning_ipu.loop.events import EventsPerEpoch
 from lightning_ipu.loop.launcher import Launcher
 from lightning_ipu.loop.position import weight_updates_in
@@ -376,7 +375,8 @@ class CommandLine(Scoring):
         path = self.output.path / CONFIG
         if path.exists() and path.read_text() != config_yaml:
             path.rename(free_name(path))
-        write_atomically(path, config_yaml)
+        with atomic_write(path, "w") as file:
+            file.write(config_yaml)
 
     def _process_count(self, *, on_this_machine: bool = False) -> int:
         """Processes that run this command: torchrun's, or as many as the Trainer starts."""

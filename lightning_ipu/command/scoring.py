@@ -16,11 +16,10 @@ from lightning_ipu.command.display import RunDisplay, closing_lines, counted, sc
 from lightning_ipu.command.lifecycle import LAST, BestCheckpoint, RunCheckpoints, stages_of
 from lightning_ipu.command.output import (
     OutputDirectory,
-    check_writable,
     free_name,
     write_scores,
 )
-from lightning_ipu.files import atomic_write
+from lightning_ipu.files import atomic_write, check_writable
 
 VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
 

@@ -23,6 +23,7 @@ import google_crc32c
 import numpy as np
 
 from lightning_ipu.data.fingerprint import fingerprint
+from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write
 
 _UNPACKING_FAILED: tuple[type[Exception], ...] = (EOFError, OSError, ValueError, zlib.error)
@@ -52,7 +53,7 @@ _FOREIGN = {  # how files begin that are taken for TFRecords by mistake
 }
 
 
-class TFRecordError(ValueError):
+class TFRecordError(UserError):
     """A file that is not, or not wholly, what it should be; the message is one line with file, record, byte and cause.
 
     Args:

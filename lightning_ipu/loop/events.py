@@ -23,6 +23,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.plan import Plan
 
 # Callbacks that act on every weight update, by the names of their classes (or of a base class).
@@ -116,7 +117,7 @@ def updates_between(
         exact: refuse one event in several epochs where these do not divide the run's.
 
     Raises:
-        ValueError: a frequency that cannot be, naming it and the epochs.
+        UserError: a frequency that cannot be, naming it and the epochs.
     """
     if per_epoch == 0:
         return None, None
@@ -125,12 +126,12 @@ def updates_between(
         updates = updates_per_epoch // int(chosen)
     elif epochs is None:
         if per_epoch.numerator != 1:
-            raise ValueError(f"{per_epoch} {what} per epoch of a run without a number of epochs: give 1/n, or set the epochs")
+            raise UserError(f"{per_epoch} {what} per epoch of a run without a number of epochs: give 1/n, or set the epochs")
         chosen, updates = per_epoch, updates_per_epoch * per_epoch.denominator
     else:
         wanted = per_epoch * epochs
         if exact and wanted.denominator != 1:
-            raise ValueError(
+            raise UserError(
                 f"{per_epoch} {what} per epoch cannot be in {epochs} epochs, which {_number(1 / per_epoch)} epochs at a time do not divide"
             )
         events = nearest_divisor(epochs, Fraction(int(wanted)))
@@ -161,7 +162,7 @@ class EventsPerEpoch(Callback):
         validations: while training; 0 leaves one at the end possible. None leaves them to the Trainer's `val_check_interval` and `check_val_every_n_epoch`.
 
     Raises:
-        ValueError: a value that is no frequency; when training starts: one that cannot be.
+        UserError: a value that is no frequency; when training starts: one that cannot be.
     """
 
     def __init__(
@@ -176,9 +177,9 @@ class EventsPerEpoch(Callback):
         self.checkpoints = _frequency("checkpoints", checkpoints)
         self.validations = _frequency("validations", validations)
         if not 0 <= first_checkpoint_epoch < float("inf"):
-            raise ValueError(f"first_checkpoint_epoch={first_checkpoint_epoch} must be at least 0")
+            raise UserError(f"first_checkpoint_epoch={first_checkpoint_epoch} must be at least 0")
         if first_checkpoint_epoch and not self.checkpoints:
-            raise ValueError(f"first_checkpoint_epoch={first_checkpoint_epoch:g} needs checkpoints per epoch")
+            raise UserError(f"first_checkpoint_epoch={first_checkpoint_epoch:g} needs checkpoints per epoch")
         self.first_checkpoint_epoch = first_checkpoint_epoch
         self.log_every: int | None = None  # weight updates, from here on, once training starts
         self.first_checkpoint: int = 0
@@ -195,7 +196,7 @@ class EventsPerEpoch(Callback):
             return
         updates = trainer.strategy.progress.updates_per_epoch
         if updates is None:
-            raise ValueError("logs, checkpoints or validations per epoch need epochs of a known length, which a stream has not")
+            raise UserError("logs, checkpoints or validations per epoch need epochs of a known length, which a stream has not")
         epochs = trainer.max_epochs if (trainer.max_epochs or 0) > 0 else None
         if self.logs is not None:
             self.log_every = self._every(self.logs, "logs", updates, epochs, exact=True)
@@ -207,7 +208,7 @@ class EventsPerEpoch(Callback):
         if self.checkpoints:
             within = epochs
             if epochs is not None and (within := int(epochs - self.first_checkpoint_epoch)) < 0:
-                raise ValueError(
+                raise UserError(
                     f"first_checkpoint_epoch={self.first_checkpoint_epoch:g} lies after the last of {epochs} epochs, so that there is never one of"
                     f" the {self.checkpoints} checkpoints per epoch"
                 )
@@ -239,7 +240,7 @@ def _frequency(name: str, value: str | float | None) -> Fraction | None:
     except (ValueError, ZeroDivisionError):
         frequency = Fraction(-1)
     if frequency is not None and frequency < 0:
-        raise ValueError(f"{name}={value!r} per epoch must be a number of at least 0 or a fraction such as 1/2")
+        raise UserError(f"{name}={value!r} per epoch must be a number of at least 0 or a fraction such as 1/2")
     return frequency
 
 

@@ -20,6 +20,7 @@ from pytorch_lightning.trainer.connectors.logger_connector.fx_validator import _
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.loop.batches import samples_in
 from lightning_ipu.loop.metrics import Gather, metrics_of, set_aside, unchanged_metrics
 from lightning_ipu.plan import PlanError
@@ -366,13 +367,13 @@ def _floats(name: str, values: list[Any]) -> list[float]:
     for place, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise ValueError(f"self.log({name!r}, ...) was given a tensor of {value.numel()} elements; it must be a single number")
+                raise UserError(f"self.log({name!r}, ...) was given a tensor of {value.numel()} elements; it must be a single number")
             if value.is_cpu:
                 value = value.item()
             else:
                 on_device.append((place, value.reshape(()).double()))
         elif not isinstance(value, Number):
-            raise ValueError(f"self.log({name!r}, ...) was given a {type(value).__name__}; it must be a single number")
+            raise UserError(f"self.log({name!r}, ...) was given a {type(value).__name__}; it must be a single number")
         numbers.append(value)
     if on_device:
         for (place, _), number in zip(on_device, torch.stack([value for _, value in on_device]).tolist(), strict=True):

@@ -7,12 +7,17 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.precision.rounding import OVERFLOW
 
 AUTOMATIC = "auto"
 _INITIAL_SCALE, _LARGEST_SCALE = 2.0**16, 2.0**24  # beyond, a loss of 1 is out of float16's reach a hundredfold
 _GROWTH_INTERVAL = 2000
 _PATIENCE = 50
+
+
+class DivergenceError(UserError, FloatingPointError):
+    """No scale makes the gradients finite: another learning rate, or another fixed scale, may."""
 
 
 class LossScaling:
@@ -31,7 +36,7 @@ class LossScaling:
         self, scale: float | str, *, scaler: torch.amp.GradScaler | None = None, agree: Callable[[bool], bool] | None = None
     ) -> None:
         if scale != AUTOMATIC and not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
-            raise ValueError(f"loss_scaling={scale!r} must be a number above 0 or 'auto'")
+            raise UserError(f"loss_scaling={scale!r} must be a number above 0 or 'auto'")
         self.automatic = scale == AUTOMATIC
         self.factor = _INITIAL_SCALE if self.automatic else float(scale)
         self._growth, self._backoff, self._interval = 2.0, 0.5, _GROWTH_INTERVAL
@@ -63,7 +68,7 @@ class LossScaling:
         """Count a weight update that was made (finite) or skipped, and move an automatic scale.
 
         Raises:
-            FloatingPointError: so many updates in a row were skipped that no scale can be the reason.
+            DivergenceError: so many updates in a row were skipped that no scale can be the reason.
         """
         if not finite:
             self.skipped += 1
@@ -72,7 +77,7 @@ class LossScaling:
                 self.factor *= self._backoff
             if self._skipped_in_a_row == _PATIENCE:
                 cause = "the training has diverged" if self.automatic else "the training has diverged, or the scale is too large"
-                raise FloatingPointError(
+                raise DivergenceError(
                     f"loss_scaling: gradients were not finite in {_PATIENCE} weight updates in a row, at a scale of {self.factor:g} now: {cause}"
                 )
             return

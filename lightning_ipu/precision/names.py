@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lightning_ipu.errors import UserError
+
 __all__ = ["CHOICES", "HALF_TYPES", "lightning_precision", "precision_name", "refusal", "resolve", "scaling_refusal"]
 
 CHOICES = ("auto", "16.16", "16.32", "32.32", "16", "32")
@@ -41,10 +43,10 @@ def resolve(precision: str, *, accelerator: str, half_type: str = "bf16") -> str
     """Settle ``auto`` and the short spellings: ``16.16``, ``16.32`` or ``32.32``.
 
     ``auto`` is 16.32 where the device is fast at bfloat16 (a GPU of compute capability 8.0 or above, a CPU with AVX512_BF16 or AMX)
-    and 32.32 elsewhere. ``accelerator`` is ``"cpu"`` or ``"gpu"``. Raises ValueError for what is unknown or cannot be had.
+    and 32.32 elsewhere. ``accelerator`` is ``"cpu"`` or ``"gpu"``. Raises UserError for what is unknown or cannot be had.
     """
     if problem := refusal(precision, half_type=half_type, accelerator=accelerator):
-        raise ValueError(problem)
+        raise UserError(problem)
     if precision == "auto":
         return "16.32" if _fast_at_bfloat16(accelerator) else "32.32"
     return _SHORT.get(precision, precision)

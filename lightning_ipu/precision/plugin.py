@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.plan import PlanError
 from lightning_ipu.precision.layers import prepare
 from lightning_ipu.precision.loss_scaling import AUTOMATIC, LossScaling
@@ -48,7 +49,7 @@ class SixteenBit(Precision):
         scaler: the GradScaler of Lightning's own plugin, whose settings "auto" starts from; a disabled one means no scaling.
 
     Raises:
-        ValueError: the settings make no sense together.
+        UserError: the settings make no sense together.
     """
 
     def __init__(
@@ -61,15 +62,15 @@ class SixteenBit(Precision):
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if (named := precision_name(precision)) not in ("16.16", "16.32"):
-            raise ValueError(f"precision={precision!r} is not one of bf16-mixed, 16-mixed, bf16-true and 16-true")
+            raise UserError(f"precision={precision!r} is not one of bf16-mixed, 16-mixed, bf16-true and 16-true")
         half_type = "bf16" if precision.startswith("bf16") else "fp16"
         if problem := scaling_refusal(named, half_type=half_type, loss_scaling=loss_scaling):
-            raise ValueError(problem)
+            raise UserError(problem)
         self.precision, self.device, self.stochastic_rounding = precision, device, stochastic_rounding
         self.dtype = _DTYPES[half_type]
         self.narrow_weights = named == "16.16"
         if problem := _scaler_refusal(scaler, loss_scaling):
-            raise ValueError(problem)
+            raise UserError(problem)
         if loss_scaling is None and half_type == "fp16" and (scaler is None or scaler.is_enabled()):
             loss_scaling = AUTOMATIC
         self.scaling = None if loss_scaling is None else LossScaling(loss_scaling, scaler=scaler)

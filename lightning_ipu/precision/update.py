@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.precision.rounding import OVERFLOW, rounding_seed, stochastic_round_
 
 # Elements of parameters that an optimizer is given at once: small tensors share the cost of its step, large ones come alone.
@@ -38,7 +39,7 @@ class SixteenBitUpdate:
         stochastic: round stochastically; False rounds to nearest, which loses every change below half a spacing.
 
     Raises:
-        ValueError: a parameter of the optimizer is not the module's, so that it has no name.
+        UserError: a parameter of the optimizer is not the module's, so that it has no name.
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, *, seed: int, stochastic: bool = True) -> None:
@@ -46,7 +47,7 @@ class SixteenBitUpdate:
         nameless = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
         if nameless:
             shapes = ", ".join(str(tuple(p.shape)) for p in nameless[:3])
-            raise ValueError(
+            raise UserError(
                 f"the optimizer holds {len(nameless)} parameters that are not the module's (shapes {shapes}); 16.16 rounds parameters by name"
             )
         self._optimizer, self._names, self._seed, self._stochastic = optimizer, names, seed, stochastic
@@ -188,7 +189,7 @@ def _hooks_called_once(optimizer: Optimizer) -> Iterator[None]:
     own_before, own_after, all_before, all_after = kept
     for hook in chain(all_before.values(), own_before.values()):
         if hook(optimizer, (), {}) is not None:
-            raise ValueError("an optimizer's step hook that changes the step's arguments cannot be honoured in 16.16")
+            raise UserError("an optimizer's step hook that changes the step's arguments cannot be honoured in 16.16")
     for of in hooks:
         of.clear()
     try:

@@ -21,8 +21,8 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ipu.command.output import check_writable
-from lightning_ipu.files import atomic_write, read_checkpoint
+from lightning_ipu.errors import UserError
+from lightning_ipu.files import atomic_write, check_writable, read_checkpoint
 from lightning_ipu.loop.position import weight_updates_in
 from lightning_ipu.recipe.spectral import renewed_vectors, vectors_in
 
@@ -55,18 +55,18 @@ class AveragedWeights(Callback):
             or the trained weights; then the average is only kept in the checkpoints, under `averaged_weights`.
 
     Raises:
-        ValueError: a number out of range.
+        UserError: a number out of range.
     """
 
     def __init__(
         self, *, decay: float = 0.999, every: int = 1, ramp: bool = True, evaluate: Literal["average", "trained"] = "average"
     ) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay} of AveragedWeights must be at least 0 and below 1")
+            raise UserError(f"decay={decay} of AveragedWeights must be at least 0 and below 1")
         if every < 1:
-            raise ValueError(f"every={every} of AveragedWeights must be at least 1 weight update")
+            raise UserError(f"every={every} of AveragedWeights must be at least 1 weight update")
         if evaluate not in ("average", "trained"):
-            raise ValueError(f"evaluate={evaluate!r} of AveragedWeights is unknown; legal are 'average' and 'trained'")
+            raise UserError(f"evaluate={evaluate!r} of AveragedWeights is unknown; legal are 'average' and 'trained'")
         self.decay, self.every, self.ramp, self.evaluate = decay, every, ramp, evaluate
         self._average: dict[str, Tensor] | None = None  # by name, of what this process holds
         self._trained: dict[str, Tensor] = {}  # while a validation has the average in their place
@@ -254,7 +254,7 @@ def average_checkpoints(
         files that are in it with their numbers of weight updates; the files that were left out as averages themselves.
 
     Raises:
-        ValueError: a file is no checkpoint, there are fewer than asked for, or two do not fit together; it names them.
+        UserError: a file is no checkpoint, there are fewer than asked for, or two do not fit together; it names them.
     """
     found: dict[int, tuple[Path, dict[str, Any]]] = {}
     averages: list[Path] = []
@@ -265,7 +265,7 @@ def average_checkpoints(
             continue
         update = weight_updates_in(checkpoint)
         if update in found and not _same(found[update][1]["state_dict"], checkpoint["state_dict"]):
-            raise ValueError(
+            raise UserError(
                 f"{found[update][0]} and {path} both stand after weight update {update:,} and differ: average one run at a time"
             )
         found.setdefault(update, (path, checkpoint))
@@ -273,7 +273,7 @@ def average_checkpoints(
     if len(updates) < (last or 1):
         left_out = f"; {len(averages)} more are averages themselves" if averages else ""
         are = "is 1 checkpoint" if len(updates) == 1 else f"are {len(updates)} checkpoints of different weight updates"
-        raise ValueError(f"there {are}, fewer than the {last or 1} asked for{left_out}; a run keeps that many with --keep-last {last or 1}")
+        raise UserError(f"there {are}, fewer than the {last or 1} asked for{left_out}; a run keeps that many with --keep-last {last or 1}")
     updates = updates[-last:] if last else updates
 
     newest_path, newest = found[updates[-1]]
@@ -306,19 +306,19 @@ def write_average(given: dict[str, Any]) -> str:
     """Carry out the command `average`, whose options `command.options.AVERAGE_OPTIONS` lists; returns the lines to show.
 
     Raises:
-        ValueError, OSError: see `average_checkpoints`; or there is nothing at the given path.
+        UserError, OSError: see `average_checkpoints`; or there is nothing at the given path.
     """
     source = Path(given.get("checkpoint_input_path", "results/checkpoints"))
     if not source.is_dir():
-        raise ValueError(f"--checkpoint-input-path {source}: there is no such directory")
+        raise UserError(f"--checkpoint-input-path {source}: there is no such directory")
     directory = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     paths = list(directory.glob("*.ckpt"))
     if not paths:
-        raise ValueError(f"--checkpoint-input-path {source}: there is no *.ckpt file in {directory}")
+        raise UserError(f"--checkpoint-input-path {source}: there is no *.ckpt file in {directory}")
     kind, decay, last = given.get("weight_avg_strategy", "mean"), given.get("weight_avg_exp_decay", 0.99), given.get("weight_avg_N", -1)
     target = Path(given.get("checkpoint_output_path", directory / "averaged.ckpt"))
     if target.exists() and OF_CHECKPOINTS not in read_checkpoint(target):
-        raise ValueError(f"--checkpoint-output-path {target} is a checkpoint of a run, which would be lost; choose another name")
+        raise UserError(f"--checkpoint-output-path {target} is a checkpoint of a run, which would be lost; choose another name")
     check_writable(target.parent)
     checkpoint, files, averages = average_checkpoints(paths, kind=kind, decay=decay, last=None if last == -1 else last)
     with atomic_write(target) as file:
@@ -340,6 +340,6 @@ def _check_alike(path: Path, state: dict[str, Tensor], newest_path: Path, newest
     for name in newest.keys() | state.keys():
         shapes = [tuple(tensors[name].shape) if name in tensors else "missing" for tensors in (state, newest)]
         if shapes[0] != shapes[1]:
-            raise ValueError(
+            raise UserError(
                 f"{path} and {newest_path} are of different networks: {name} is {shapes[0]} in one and {shapes[1]} in the other"
             )

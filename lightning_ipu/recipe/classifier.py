@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.recipe.optimizers import build_optimizer, check_optimizer
 from lightning_ipu.recipe.schedules import build_schedule, check_schedule
 
@@ -51,7 +52,7 @@ class ImageClassifier(pl.LightningModule):
         channels_last: keep images and weights in memory pixel by pixel, which is faster on most devices; moves last bits only.
 
     Raises:
-        ValueError: an option is unknown, out of range, or means nothing beside another one.
+        UserError: an option is unknown, out of range, or means nothing beside another one.
     """
 
     network: nn.Module
@@ -89,14 +90,14 @@ class ImageClassifier(pl.LightningModule):
         super().__init__()
         self.save_hyperparameters(ignore=["pretrained"])  # the subclass's too, but for a file of weights: a checkpoint has its own
         if not learning_rate > 0:
-            raise ValueError(f"learning_rate={learning_rate} must be above 0")
+            raise UserError(f"learning_rate={learning_rate} must be above 0")
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
+            raise UserError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
         if loss not in ("cross_entropy", "bce"):
-            raise ValueError(f"loss={loss!r} is unknown: choose from cross_entropy, bce")
+            raise UserError(f"loss={loss!r} is unknown: choose from cross_entropy, bce")
         self._optimizer_options = dict(optimizer_options or {})
         if own := {"lr", "momentum", "nesterov", "weight_decay", "l2_regularization", "decay_all"} & set(self._optimizer_options):
-            raise ValueError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
+            raise UserError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
         if momentum is None and optimizer in ("sgd", "lars"):
             momentum = 0.9
         if nesterov is None and optimizer == "sgd":
@@ -127,7 +128,7 @@ class ImageClassifier(pl.LightningModule):
         """Refuse to score mirror images of what, mirrored, is something else; the data module says so by an attribute ``mirrors``."""
         data = getattr(self.trainer, "datamodule", None)
         if self.hparams.mirror_evaluation and not getattr(data, "mirrors", True):
-            raise ValueError(
+            raise UserError(
                 f"mirror_evaluation=True makes no sense with {data.description}: a mirrored image is of another class, or of none"
             )
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ipu.errors import UserError
+
 
 def parameter_groups(module: nn.Module, *, decay_all: bool = False, **decays: float) -> list[dict[str, Any]]:
     """Parameter groups for a torch optimizer in which norms and biases do not decay.
@@ -211,25 +213,25 @@ _OWN_OPTIONS = {
 
 
 def check_optimizer(kind: str, *, weight_decay: float = 0.0, l2_regularization: float = 0.0, **options: Any) -> None:
-    """Raise ValueError where `kind` is no optimizer, does not take one of the options, or a value makes no sense."""
+    """Raise UserError where `kind` is no optimizer, does not take one of the options, or a value makes no sense."""
     if kind not in OPTIMIZERS:
-        raise ValueError(f"optimizer={kind!r} is unknown: choose from {', '.join(OPTIMIZERS)}")
+        raise UserError(f"optimizer={kind!r} is unknown: choose from {', '.join(OPTIMIZERS)}")
     for name, value in options.items():
         if name not in _OWN_OPTIONS[kind]:
-            raise ValueError(f"{name}={value} means nothing to optimizer={kind!r}, which takes {', '.join(_OWN_OPTIONS[kind])}")
+            raise UserError(f"{name}={value} means nothing to optimizer={kind!r}, which takes {', '.join(_OWN_OPTIONS[kind])}")
     for name, value in (("weight_decay", weight_decay), ("l2_regularization", l2_regularization)):
         if not 0 <= value < float("inf"):
-            raise ValueError(f"{name}={value} must be at least 0")
+            raise UserError(f"{name}={value} must be at least 0")
     for name in ("momentum", "alpha"):
         if not 0 <= (value := options.get(name, 0)) < 1:
-            raise ValueError(f"{name}={value} must be at least 0 and below 1")
+            raise UserError(f"{name}={value} must be at least 0 and below 1")
     for name in ("eps", "trust_coefficient"):
         if not 0 <= (value := options.get(name, 0)) < float("inf"):
-            raise ValueError(f"{name}={value} must be at least 0")
+            raise UserError(f"{name}={value} must be at least 0")
     if not (len(betas := options.get("betas", (0, 0))) == 2 and all(0 <= beta < 1 for beta in betas)):
-        raise ValueError(f"betas={list(betas)} must be two numbers of at least 0 and below 1")
+        raise UserError(f"betas={list(betas)} must be two numbers of at least 0 and below 1")
     if options.get("nesterov") and not options.get("momentum"):
-        raise ValueError("nesterov=True needs momentum above 0")
+        raise UserError("nesterov=True needs momentum above 0")
 
 
 def build_optimizer(
@@ -255,7 +257,7 @@ def build_optimizer(
             momentum, trust_coefficient, eps (lars); betas, eps (lamb).
 
     Raises:
-        ValueError: see `check_optimizer`.
+        UserError: see `check_optimizer`.
     """
     check_optimizer(kind, weight_decay=weight_decay, l2_regularization=l2_regularization, **options)
     groups = parameter_groups(module, decay_all=decay_all, weight_decay=l2_regularization, decoupled_decay=weight_decay)

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from lightning_ipu.errors import UserError
+
 WARMUP_MODES = ("shift", "mask")
 
 
@@ -146,58 +148,58 @@ def _options(function: Callable[..., Any]) -> list[str]:
 
 
 def check_schedule(kind: str, **options: Any) -> None:
-    """Raise ValueError where `kind` is no schedule, does not take one of the options, or an option's value makes no sense.
+    """Raise UserError where `kind` is no schedule, does not take one of the options, or an option's value makes no sense.
 
     Beside a schedule's own options, warmup_epochs and decay_epochs may stand for warmup_fraction and decay_fraction.
     """
     if kind not in SCHEDULES:
-        raise ValueError(f"schedule={kind!r} is unknown: choose from {', '.join(SCHEDULES)}")
+        raise UserError(f"schedule={kind!r} is unknown: choose from {', '.join(SCHEDULES)}")
     taken = _options(SCHEDULES[kind])
     for name, value in options.items():
         same = name if name in taken else name.replace("_epochs", "_fraction")
         if same not in taken:
-            raise ValueError(f"{name}={value} means nothing to schedule={kind!r}, which takes {', '.join(taken)}")
+            raise UserError(f"{name}={value} means nothing to schedule={kind!r}, which takes {', '.join(taken)}")
         if same != name and same in options:
-            raise ValueError(f"{name}={value} and {same}={options[same]} say the same thing; give one of them")
+            raise UserError(f"{name}={value} and {same}={options[same]} say the same thing; give one of them")
         if same != name and not (value > 0 or value == 0 and name == "warmup_epochs"):
-            raise ValueError(f"{name}={value} must be {'at least' if name == 'warmup_epochs' else 'above'} 0")
+            raise UserError(f"{name}={value} must be {'at least' if name == 'warmup_epochs' else 'above'} 0")
     if not 0 <= (warmup := options.get("warmup_fraction", 0)) < 1:
-        raise ValueError(f"warmup_fraction={warmup} must be at least 0 and below 1")
+        raise UserError(f"warmup_fraction={warmup} must be at least 0 and below 1")
     if (first := options.get("warmup_start")) is not None:
         rises = options.get("warmup_fraction", options.get("warmup_epochs", kind not in ("const", "stepped")))
         if not 0 <= first < 1 or not rises:
-            raise ValueError(f"warmup_start={first} must be at least 0 and below 1, and needs a warm-up")
+            raise UserError(f"warmup_start={first} must be at least 0 and below 1, and needs a warm-up")
     if not 0 <= (final := options.get("final_fraction", 0)) <= 1:
-        raise ValueError(f"final_fraction={final} must lie between 0 and 1")
+        raise UserError(f"final_fraction={final} must lie between 0 and 1")
     if not 0 < (decay := options.get("decay_fraction", 1)) <= 1:
-        raise ValueError(f"decay_fraction={decay} must be above 0 and at most 1")
+        raise UserError(f"decay_fraction={decay} must be above 0 and at most 1")
     if (mode := options.get("warmup_mode", "shift")) not in WARMUP_MODES:
-        raise ValueError(f"warmup_mode={mode!r} is unknown: choose from {', '.join(WARMUP_MODES)}")
+        raise UserError(f"warmup_mode={mode!r} is unknown: choose from {', '.join(WARMUP_MODES)}")
     if kind == "exponential" and options.get("final_fraction") == 0:
-        raise ValueError("final_fraction=0 is never reached by schedule='exponential'; give a number above 0, or decay_rate")
+        raise UserError("final_fraction=0 is never reached by schedule='exponential'; give a number above 0, or decay_rate")
     if not 0 < (power := options.get("power", 1)) < math.inf:
-        raise ValueError(f"power={power} must be above 0")
+        raise UserError(f"power={power} must be above 0")
     if "decay_rate" in options:
         if not 0 < options["decay_rate"] <= 1:
-            raise ValueError(f"decay_rate={options['decay_rate']} must be above 0 and at most 1")
+            raise UserError(f"decay_rate={options['decay_rate']} must be above 0 and at most 1")
         for name in ("final_fraction", "decay_fraction", "decay_epochs"):
             if name in options:
-                raise ValueError(f"decay_rate={options['decay_rate']} and {name}={options[name]} exclude each other; give one of them")
+                raise UserError(f"decay_rate={options['decay_rate']} and {name}={options[name]} exclude each other; give one of them")
     if kind == "stepped":
         defaults = inspect.signature(stepped).parameters
         values = options.get("decay_values", defaults["decay_values"].default)
         fractions, epochs = options.get("decay_fractions", defaults["decay_fractions"].default), options.get("decay_at_epochs")
         if epochs is not None and "decay_fractions" in options:
-            raise ValueError(f"decay_at_epochs={list(epochs)} and decay_fractions={list(fractions)} say the same thing; give one of them")
+            raise UserError(f"decay_at_epochs={list(epochs)} and decay_fractions={list(fractions)} say the same thing; give one of them")
         drops = f"decay_fractions={list(fractions)}" if epochs is None else f"decay_at_epochs={list(epochs)}"
         if len(values) != len(fractions if epochs is None else epochs) + 1:
-            raise ValueError(f"decay_values={list(values)} must have one value more than {drops}")
+            raise UserError(f"decay_values={list(values)} must have one value more than {drops}")
         if not all(value >= 0 for value in values):
-            raise ValueError(f"decay_values={list(values)} must not be negative")
+            raise UserError(f"decay_values={list(values)} must not be negative")
         if epochs is None and (list(fractions) != sorted(fractions) or not all(0 <= fraction <= 1 for fraction in fractions)):
-            raise ValueError(f"{drops} must rise from 0 to 1")
+            raise UserError(f"{drops} must rise from 0 to 1")
         if epochs is not None and (list(epochs) != sorted(epochs) or not all(0 <= epoch < math.inf for epoch in epochs)):
-            raise ValueError(f"{drops} must rise, from at least 0")
+            raise UserError(f"{drops} must rise, from at least 0")
 
 
 def build_schedule(
@@ -213,16 +215,16 @@ def build_schedule(
         **options: the keyword arguments of that schedule's function; see `check_schedule`.
 
     Raises:
-        ValueError: see `check_schedule`; or a run of unknown length; or an epoch of unknown length.
+        UserError: see `check_schedule`; or a run of unknown length; or an epoch of unknown length.
     """
     check_schedule(kind, **options)
     rises = options.get("warmup_fraction") or options.get("warmup_epochs")
     if (kind != "const" or rises) and not (math.isfinite(total) and total > 0):
-        raise ValueError(f"schedule={kind!r} needs the length of the run, not {total} weight updates: set max_epochs or max_steps")
+        raise UserError(f"schedule={kind!r} needs the length of the run, not {total} weight updates: set max_epochs or max_steps")
     by_epochs = ("staircase", "warmup_epochs", "decay_epochs", "decay_at_epochs", "decay_rate")
     counting_epochs = [name for name in by_epochs if options.get(name)]
     if counting_epochs and not updates_per_epoch:
-        raise ValueError(f"{counting_epochs[0]}={options[counting_epochs[0]]} needs epochs of a known length")
+        raise UserError(f"{counting_epochs[0]}={options[counting_epochs[0]]} needs epochs of a known length")
     lengths = {name: options.pop(f"{name}_epochs") for name in ("warmup", "decay") if f"{name}_epochs" in options}
     lengths = {name: _updates(epochs, updates_per_epoch) if epochs else 0 for name, epochs in lengths.items()}
     factor = SCHEDULES[kind]
