@@ -20,9 +20,18 @@ from torch.optim import LBFGS, Optimizer
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.plugin import SixteenBit
 
+# torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
+_SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
+
+
+def schedule_named(name: str) -> str:
+    """The name of a pipeline schedule in this package."""
+    if name.lower() not in _SCHEDULES:
+        raise PlanError(f"pipeline_schedule={name!r} is unknown; legal are 1F1B (Interleaved), GPipe (Grouped) and Sequential")
+    return _SCHEDULES[name.lower()]
+
 
 def check_arguments(
-    *,
     splits: list[str],
     num_stages: int | None,
     replication_factor: int,

@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import Trainer
 from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
-from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, HalfPrecision, MixedPrecision, Precision
+from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
@@ -26,26 +25,24 @@ from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.buffers import make_room
 from lightning_ipu.engine.processes import Processes, broadcast_state
-from lightning_ipu.loop import continuation, environment, saving, training
+from lightning_ipu.engine.stages import StageState
+from lightning_ipu.loop import environment, saving, training
 from lightning_ipu.loop.assembly import Assembly
 from lightning_ipu.loop.checkpoint_io import completed
 from lightning_ipu.loop.evaluation import Evaluation, take_over_evaluations
 from lightning_ipu.loop.fit import Fit
+from lightning_ipu.loop.hooks import NamedHooks
 from lightning_ipu.loop.launcher import Launcher, check_can_start_again
 from lightning_ipu.loop.loaders import evaluation_loader, training_loader
 from lightning_ipu.loop.logs import LogRecorder
 from lightning_ipu.loop.metrics import SharedMetrics
-from lightning_ipu.loop.position import VALIDATION_END
 from lightning_ipu.loop.progress import Stop, TrainingProgress
 from lightning_ipu.loop.transfer import TRANSFER, Transfer
 from lightning_ipu.loop.undo import Undo
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
-from lightning_ipu.precision.plugin import SixteenBit
+from lightning_ipu.precision.plugin import in_place_of
 from lightning_ipu.recipe.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
-
-# torch's names for the schedules, and Graphcore's for the same: their Interleaved is 1F1B, their Grouped is GPipe.
-SCHEDULES = {"1f1b": "1F1B", "interleaved": "1F1B", "gpipe": "GPipe", "grouped": "GPipe", "sequential": "Sequential"}
 
 
 class IPUStrategy(DDPStrategy):
@@ -112,26 +109,15 @@ class IPUStrategy(DDPStrategy):
             timeout=timeout,
         )
         splits = list(pipeline_splits or [])
-        if pipeline_schedule.lower() not in SCHEDULES:
-            raise PlanError(
-                f"pipeline_schedule={pipeline_schedule!r} is unknown; legal are 1F1B (Interleaved), GPipe (Grouped) and Sequential"
-            )
-        limits.check_arguments(
-            splits=splits,
-            num_stages=num_stages,
-            replication_factor=replication_factor,
-            pipeline_validation=pipeline_validation,
-            validation_replicas=validation_replicas,
-        )
-        self.pipeline_splits, self.recompute = splits, recompute
-        self.pipeline_validation, self.validation_replicas = pipeline_validation, validation_replicas
-        self.pipeline_schedule = SCHEDULES[pipeline_schedule.lower()]
+        limits.check_arguments(splits, num_stages, replication_factor, pipeline_validation, validation_replicas)
         self.plan = Plan(
             replication_factor=replication_factor,
             gradient_accumulation_factor=gradient_accumulation_factor,
             num_stages=num_stages or len(splits) + 1,
             device_iterations=device_iterations,
         )
+        self.pipeline_splits, self.pipeline_schedule, self.recompute = splits, limits.schedule_named(pipeline_schedule), recompute
+        self.pipeline_validation, self.validation_replicas = pipeline_validation, validation_replicas
         self.progress = TrainingProgress()
         self.seed = 0
         self.stage_costs: list[StageCost] = []  # of stages that were chosen by measurement
@@ -150,15 +136,8 @@ class IPUStrategy(DDPStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         """Take Lightning's plugin; one that computes in 16 bits is exchanged for ours, under the same name of precision."""
-        if type(plugin) in (HalfPrecision, MixedPrecision):
-            device = "cpu" if isinstance(self.accelerator, CPUAccelerator) else "cuda"
-            plugin = SixteenBit(
-                plugin.precision,
-                device=device,
-                loss_scaling=self.loss_scaling,
-                stochastic_rounding=self.stochastic_rounding,
-                scaler=getattr(plugin, "scaler", None),
-            )
+        on_cpu = isinstance(self.accelerator, CPUAccelerator)
+        plugin = in_place_of(plugin, on_cpu=on_cpu, loss_scaling=self.loss_scaling, stochastic_rounding=self.stochastic_rounding)
         self._precision_plugin = plugin
 
     # ---- Processes ----------------------------------------------------------------------------------------------------------
@@ -278,6 +257,7 @@ class IPUStrategy(DDPStrategy):
             pipeline_validation=self.pipeline_validation,
         )
         take_over_evaluations(trainer, self._evaluation, self.stop, self._undo)
+        NamedHooks(trainer, self._evaluation, seed=self.seed, device=self.root_device, progress=self.progress, undo=self._undo)
         self.stop.take_over_sigterm(trainer, self._undo)
         if trainer.state.fn == TrainerFn.FITTING:
             self._fit.transfer, self._fit.metrics = transfer, metrics
@@ -303,21 +283,12 @@ class IPUStrategy(DDPStrategy):
         fit.recorder = LogRecorder(fit.module, self.progress.latest, **gathering)
         fit.recorder.muted = processes is not None and not processes.is_last  # the last stage runs the whole step
         assembly = Assembly(
-            trainer,
+            fit,
             optimizer=self.optimizers[0],
             precision=self.precision_plugin,
-            plan=self.plan,
-            processes=processes,
-            recorder=fit.recorder,
-            progress=self.progress,
-            seed=self.seed,
-            device=self.root_device,
             recompute=self.recompute,
             pipeline_splits=self.pipeline_splits,
             pipeline_schedule=self.pipeline_schedule,
-            ready=fit.ready,
-            on_micro_batch=fit.count_micro_batch,
-            on_stop=self.stop.agree,
             undo=self._undo,
         )
         fit.engine, fit.stages, fit.scaling, fit.undoes = assembly.engine, assembly.stages, assembly.scaling, assembly.undoes
@@ -400,21 +371,16 @@ class IPUStrategy(DDPStrategy):
 
     def merged(self, held: dict[str, Any]) -> dict[str, Any]:
         """What the processes of a replica hold by parameter's or buffer's name, as one dictionary in each; to be called by all alike."""
-        stages = self._stages
-        return held if stages is None else stages.merged(apply_to_collection(held, torch.Tensor, torch.Tensor.cpu))
+        return held if self._stages is None else self._stages.merged(held)
 
     @property
-    def _stages(self) -> Any:
+    def _stages(self) -> StageState | None:
         return self._fit and self._fit.stages
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        state, stages = super().lightning_module_state_dict(), self._stages
-        if stages is None or stages.is_whole:
-            return state
-        own = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in stages.own(state).items()}
-        merged = stages.merged(own)
-        return {name: merged[name] for name in state if name in merged} | merged  # a stage may have filled or emptied a buffer
+        state = super().lightning_module_state_dict()
+        return state if self._stages is None else self._stages.whole_state(state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -425,7 +391,7 @@ class IPUStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
         if self._stages is not None:
-            held = self._stages.merged(apply_to_collection(state["state"], torch.Tensor, torch.Tensor.cpu))
+            held = self._stages.merged(state["state"])
             state["state"] = {number: held[number] for number in sorted(held)}
         return state
 
@@ -433,28 +399,17 @@ class IPUStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._stages is not None:
-            for name, parameter in self.lightning_module.named_parameters():
-                if not self._stages.here(name):
-                    self.optimizers[0].state.pop(parameter, None)
+            self._stages.forget_elsewhere(self.optimizers[0].state)
 
     @override
     def on_validation_start(self) -> None:
-        fit, stages = self._fit, self._stages
-        if fit is not None and fit.reached is not None:
-            fit.shown_before = continuation.latest_metrics(fit.trainer)
-        if stages is not None and not stages.is_whole and not self._evaluation.over_stages:
-            stages.fetch()
+        if self._fit is not None:
+            self._fit.begin_validation(over_stages=self._evaluation.over_stages)
 
     @override
     def on_validation_end(self) -> None:
-        fit, stages = self._fit, self._stages
-        if fit is not None and fit.reached is not None:
-            fit.reached, fit.shown_before = VALIDATION_END, None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.stop.share_wish(self.lightning_module.trainer)
-        trains = fit is not None and fit.engine is not None and not fit.trainer.sanity_checking
-        if stages is not None and trains and not self._evaluation.over_stages:
-            stages.give_up()
+        if self._fit is not None:
+            self._fit.end_validation(over_stages=self._evaluation.over_stages)
 
     # ---- End ----------------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Timer
-from runs import Ledger, Net, classes, csv_logger, csv_rows, fit, loader, numbered
+from runs import Ledger, Net, classes, csv_logger, csv_rows, fit, loader, make_trainer, numbered
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
@@ -93,6 +93,63 @@ def test_an_update_that_overflows_has_a_number_of_its_own_in_every_draw(device_i
     trainer.fit(module, loader(classes(24), 2))
     assert trainer.global_step == 5 and strategy.progress.run_updates == 6
     assert len(set(module.transfers)) == 12 and len(set(module.zeros)) == 6
+
+
+LOOP_HOOKS = (
+    "on_train_start on_train_epoch_start on_train_batch_start on_train_batch_end on_train_epoch_end on_train_end on_validation_start"
+    " on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end on_validation_end on_save_checkpoint"
+).split()
+
+
+class LoopDrawing(Net):
+    """Draws in every hook around batches, epochs and validations, and notes it under the weight update at which it is."""
+
+    once_per_host_step = True
+
+    def __init__(self):
+        super().__init__()
+        self.draws = []
+
+
+class LoopDrawingCallback(pl.Callback):
+    once_per_host_step = True
+
+    def __init__(self):
+        self.draws = []
+
+
+def note(self, hook, *arguments):
+    trainer = arguments[0] if isinstance(self, pl.Callback) else self.trainer
+    self.draws.append((hook, trainer.strategy.progress.run_updates, drawn()))
+
+
+for hook in LOOP_HOOKS:
+    setattr(LoopDrawing, hook, lambda self, *arguments, hook=hook: note(self, hook, *arguments))
+    setattr(LoopDrawingCallback, hook, lambda self, *arguments, hook=hook: note(self, hook, *arguments))
+
+
+def test_hooks_of_batches_epochs_and_validations_draw_by_their_names_also_after_resuming(tmp_path):
+    def run(stop=-1, resume=None, shift=0, D=2):
+        module, callback = LoopDrawing(), LoopDrawingCallback()
+        kept = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        data = loader(classes(24), 4, shuffle=True), loader(classes(16), 4)
+        trainer = make_trainer(callbacks=[callback, kept], max_epochs=2, max_steps=stop, D=D, enable_checkpointing=True)
+        torch.rand(shift), numpy.random.rand(shift + 1)
+        before = torch.random.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
+        trainer.fit(module, *data, ckpt_path=resume)
+        after = torch.random.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
+        assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+        return module.draws, callback.draws
+
+    whole = run()
+    ends = ("on_train_start", "on_train_end")  # of a fit, each of which has its own
+    for module_or_callback, first, rest in zip(whole, run(stop=3), run(resume=tmp_path / "step=3.ckpt", shift=5), strict=True):
+        assert {hook for hook, *_ in module_or_callback} == set(LOOP_HOOKS)
+        assert len({values for *_, values in module_or_callback}) == len(module_or_callback)
+        expected = {entry for entry in module_or_callback if entry[0] not in ends}
+        assert expected <= {*first, *rest} and {entry for entry in rest if entry[0] not in ends} <= expected
+    # A validation is as long, whatever D is; one draws the same in it.
+    assert {entry for entry in run(D=1)[0] if "validation" in entry[0]} == {entry for entry in whole[0] if "validation" in entry[0]}
 
 
 # ---- Decisions --------------------------------------------------------------------------------------------------------------------

@@ -30,8 +30,6 @@ TOO_LONG: set[str] = {
     "loop.assembly: __init__",
     "recipe.averaging: average_checkpoints",
     "recipe.classifier: __init__",
-    "strategy",
-    "strategy: __init__",
 }
 
 

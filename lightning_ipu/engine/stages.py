@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ipu.cutting.partition import Partition, cut
-from lightning_ipu.engine.processes import Processes
+from lightning_ipu.engine.processes import Processes, map_tensors
 from lightning_ipu.plan import PlanError
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -123,9 +123,12 @@ class StageState:
                 dist.broadcast(self._tensor(name).data, self._processes.peer(self.owners[name]), group=self._processes.same_replica)
         self.is_whole = True
 
-    def own(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Of a state_dict, what this process holds; for what is no parameter or buffer, the process with the module's stage answers."""
-        return {name: value for name, value in tensors.items() if self._answers_for(name)}
+    def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state_dict of the whole network, on the host; for what is no parameter or buffer, the process with the module's stage answers."""
+        if self.is_whole:
+            return state
+        merged = self.merged({name: value for name, value in state.items() if self._answers_for(name)})
+        return {name: merged[name] for name in state if name in merged} | merged  # a stage may have filled or emptied a buffer
 
     def _answers_for(self, name: str) -> bool:
         if name in self.owners:
@@ -135,6 +138,12 @@ class StageState:
         return self._processes.is_last if not owners else self._processes.part == max(owners)
 
     def merged(self, own: dict[Any, Any]) -> dict[Any, Any]:
-        """The parts that the processes of a replica hold of a dictionary of tensors, as one dictionary in each."""
-        everyone = self._processes.gathered(own, self._processes.same_replica)
+        """The parts that the processes of a replica hold of a dictionary of tensors, as one dictionary in each, on the host."""
+        everyone = self._processes.gathered(map_tensors(torch.Tensor.cpu, own), self._processes.same_replica)
         return {key: value for part in everyone for key, value in part.items()}
+
+    def forget_elsewhere(self, states: dict[nn.Parameter, Any]) -> None:
+        """Drop an optimizer's states of parameters that other processes hold."""
+        for name, parameter in self._module.named_parameters():
+            if not self.here(name):
+                states.pop(parameter, None)

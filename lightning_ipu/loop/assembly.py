@@ -24,10 +24,10 @@ from lightning_ipu.cutting.training_step import cut_by_step, measured_splits
 from lightning_ipu.cutting.trial import undisturbed
 from lightning_ipu.engine.distributed import DistributedEngine, PipelineEngine
 from lightning_ipu.engine.local import LocalEngine
-from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
 from lightning_ipu.engine.seeding import NamedRandomness
 from lightning_ipu.engine.stages import StageState
+from lightning_ipu.loop.fit import Fit
 from lightning_ipu.loop.logs import LogRecorder, quiet, undone_unless_finished
 from lightning_ipu.loop.metrics import metrics_of, unchanged_metrics
 from lightning_ipu.plan import Plan, PlanError
@@ -84,18 +84,10 @@ class Assembly:
     """The engine of a fit, and what else was settled in making it.
 
     Args:
-        trainer: whose module is trained.
+        fit: whose engine it is.
         optimizer: the module's one optimizer.
         precision: the plugin in use.
-        plan: what is computed.
-        processes: those that carry the plan out; None for one.
-        recorder: takes what steps and hooks log.
-        progress: where the run stands.
-        seed, device: of this run, and of this process.
         recompute, pipeline_splits, pipeline_schedule: as in IPUStrategy.
-        ready: puts a micro-batch through the transfer hooks.
-        on_micro_batch: told of each finished micro-batch.
-        on_stop: told of a signal that any process received.
         undo: closed when the fit ends, however it ends.
 
     Attributes:
@@ -111,26 +103,23 @@ class Assembly:
 
     def __init__(
         self,
-        trainer: Trainer,
+        fit: Fit,
         *,
         optimizer: Optimizer,
         precision: Precision,
-        plan: Plan,
-        processes: Processes | None,
-        recorder: LogRecorder,
-        progress: Progress,
-        seed: int,
-        device: torch.device,
         recompute: bool | list[str],
         pipeline_splits: list[str],
         pipeline_schedule: str,
-        ready: Callable[[Any, int], Any],
-        on_micro_batch: Callable[[], None],
-        on_stop: Callable[[int], None],
         undo: ExitStack,
     ) -> None:
-        self._trainer, self._plan, self._processes, self._recorder = trainer, plan, processes, recorder
-        self._device, self._recompute, self._ready, self._schedule = device, recompute, ready, pipeline_schedule
+        self._trainer, self._plan, self._processes, self._recorder = trainer, plan, processes, recorder = (
+            fit.trainer,
+            fit.plan,
+            fit.processes,
+            fit.recorder,
+        )
+        progress, device, seed = fit.progress, fit.device, fit.seed
+        self._device, self._recompute, self._ready, self._schedule = device, recompute, fit.ready, pipeline_schedule
         self._module = module = trainer.lightning_module
         self.stages: StageState | None = None
         self.splits, self.stage_costs = pipeline_splits, []
@@ -163,7 +152,7 @@ class Assembly:
             "hooks": {name: hooks.of(f"on_{name}") for name in _UPDATE_HOOKS},
             "zero_grad": self._zero_grad(hooks, optimizer),
             "backward": module.backward if is_overridden("backward", module) else None,
-            "on_micro_batch": on_micro_batch,
+            "on_micro_batch": fit.count_micro_batch,
             "scaling": self.scaling,
             "update_weights": narrow and narrow.step,
             "undoes": self.undoes,
@@ -171,7 +160,7 @@ class Assembly:
         own = any(is_overridden(name, module) for name in ("configure_gradient_clipping", "lr_scheduler_step"))
         self.late_hooks = own or any(common["hooks"][name] for name in ("after_backward", "before_optimizer_step"))
         if processes is not None:
-            common |= {"processes": processes, "stop_signal": lambda: progress.stop_signal or 0, "on_stop": on_stop}
+            common |= {"processes": processes, "stop_signal": lambda: progress.stop_signal or 0, "on_stop": fit.stop.agree}
             common |= {"should_stop": lambda: trainer.should_stop}
         self.engine = self._make(common, clip=self._clip(hooks, optimizer))
 

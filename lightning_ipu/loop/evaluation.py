@@ -97,13 +97,17 @@ class Evaluation:
         """Whether an evaluation step is running."""
         return self._recorder is not None and self._recorder.in_step
 
+    @property
+    def batch_number(self) -> int:
+        """The number of the batch in progress, over all processes."""
+        index, count = self.share
+        return self.trainer._active_loop.batch_progress.current.completed * count + index
+
     @contextmanager
     def randomness(self, purpose: int = _STEP) -> Iterator[None]:
         """Seed what is drawn for a batch of an evaluation or prediction from (seed, purpose, number of the batch)."""
-        index, count = self.share
-        number = self.trainer._active_loop.batch_progress.current.completed * count + index
         with preserved_streams(self._device):
-            seed_all(mix(self._seed, _EVALUATION, purpose, number), self._device)
+            seed_all(mix(self._seed, _EVALUATION, purpose, self.batch_number), self._device)
             yield
 
     def step(self, name: str, step: Callable[..., Any], batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> Any:

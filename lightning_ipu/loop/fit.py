@@ -17,9 +17,11 @@ from lightning_ipu.data.training import TrainingData
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.stages import StageState
+from lightning_ipu.loop.continuation import latest_metrics
 from lightning_ipu.loop.events import HostEvents, batch_hooks, events_of, validation_interval
 from lightning_ipu.loop.logs import LogRecorder
 from lightning_ipu.loop.metrics import SharedMetrics
+from lightning_ipu.loop.position import VALIDATION_END
 from lightning_ipu.loop.progress import Stop, TrainingProgress
 from lightning_ipu.loop.rows import LogRows
 from lightning_ipu.loop.transfer import Transfer
@@ -128,6 +130,23 @@ class Fit:
             ready=self.ready,
             left_over=self._say_left_over,
         )
+
+    def begin_validation(self, *, over_stages: bool) -> None:
+        """Called before a validation, in this fit or after it; unless it runs over the stages, it needs the whole network."""
+        if self.reached is not None:
+            self.shown_before = latest_metrics(self.trainer)
+        if self.stages is not None and not self.stages.is_whole and not over_stages:
+            self.stages.fetch()
+
+    def end_validation(self, *, over_stages: bool) -> None:
+        """Called after a validation, in this fit or after it."""
+        if self.reached is not None:
+            self.reached, self.shown_before = VALIDATION_END, None
+        if self.engine is None:
+            return
+        self.stop.share_wish(self.trainer)
+        if self.stages is not None and not self.trainer.sanity_checking and not over_stages:
+            self.stages.give_up()
 
     def own_validation_interval(self, *, ends_early: bool = False) -> None:
         """Lightning compares the interval with micro-batches, and sets it anew, in its own way, with every training loader."""

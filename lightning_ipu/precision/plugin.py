@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -108,3 +108,18 @@ class SixteenBit(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaling is not None:
             self.scaling.load_state_dict(state_dict)
+
+
+def in_place_of(
+    plugin: Precision | None, *, on_cpu: bool, loss_scaling: float | Literal["auto"] | None, stochastic_rounding: bool
+) -> Precision | None:
+    """This package's plugin for one of Lightning's that computes in 16 bits, under the same name of precision; others stay."""
+    if type(plugin) not in (HalfPrecision, MixedPrecision):
+        return plugin
+    return SixteenBit(
+        plugin.precision,
+        device="cpu" if on_cpu else "cuda",
+        loss_scaling=loss_scaling,
+        stochastic_rounding=stochastic_rounding,
+        scaler=getattr(plugin, "scaler", None),
+    )
