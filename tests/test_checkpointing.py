@@ -10,6 +10,8 @@ from runs import Net, classes, difference, equal_states, fit, loader, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ipu.engine.buffers import BackwardWatch
+
 
 class Scaled(nn.Module):
     """A layer of one's own that draws from torch's, numpy's and Python's streams."""
@@ -118,3 +120,20 @@ def test_statistics_inside_a_checkpoint_of_ones_own_move_as_in_plain_pytorch():
     stored = Net(Normed)
     fit(stored, loader(classes(8), 4), recompute=True)
     assert equal_states(stored, module)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, affine=True, track_running_stats=True), nn.LayerNorm], ids=str)
+def test_a_backward_pass_that_changes_buffers_is_noticed(norm, reentrant):
+    network = nn.Sequential(nn.Conv1d(4, 4, 1), norm(4))
+    watch = BackwardWatch(network, {name for name, _ in network.named_buffers()})
+    x = torch.randn(4, 4, 4, requires_grad=True)
+    found = []
+    for run in (network, partial(checkpoint, network, use_reentrant=reentrant)):
+        watch.changed, watch._is_first = "", True
+        output, before = run(x), [buffer.clone() for buffer in network.buffers()]
+        with watch.watching():
+            output.sum().backward()
+        assert bool(watch.changed) != all(map(torch.equal, before, network.buffers()))
+        found.append(watch.changed)
+    assert not found[0] and (norm is not nn.BatchNorm1d or found[1])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,6 +132,36 @@ def _is_averaged(buffer: torch.Tensor) -> bool:
 
 def _shape(buffer: torch.Tensor | None) -> torch.Size | None:
     return None if buffer is None else buffer.shape
+
+
+class BackwardWatch:
+    """Notices backward passes that change buffers: a checkpoint of the network's own runs its layers again in them.
+
+    `changed` is the name of such a buffer, empty while there is none. Layers may write to a buffer without a new version of it, as norms do to
+    their statistics (but not to their counters), so that in the first pass the values are compared as well.
+    """
+
+    def __init__(self, module: nn.Module, names: Container[str]) -> None:
+        found = [(f"{path}.{key}" if path else key, owner, key) for path, owner in module.named_modules() for key in owner._buffers]
+        self._places = [place for place in found if place[0] in names]
+        self._is_first, self.changed = True, ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch a backward pass."""
+        buffers = [owner._buffers[key] for _, owner, key in self._places]
+        versions = [None if buffer is None else buffer._version for buffer in buffers]
+        values = [buffer.clone() if self._is_first and buffer is not None else None for buffer in buffers]
+        self._is_first = False
+        yield
+        for (name, owner, key), buffer, version, value in zip(self._places, buffers, versions, values, strict=True):
+            now = owner._buffers[key]
+            if now is not buffer or now is not None and (now._version != version or value is not None and not _same(now, value)):
+                self.changed = self.changed or name
+
+
+def _same(buffer: torch.Tensor, value: torch.Tensor) -> bool:
+    return bool(((buffer == value) | (buffer != buffer) & (value != value)).all())
 
 
 def whole_as_floats(values: list[torch.Tensor], device: torch.device) -> torch.Tensor:

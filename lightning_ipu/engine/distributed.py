@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_ipu.cutting.call import arguments_of_call, step_around
 from lightning_ipu.cutting.partition import Partition
-from lightning_ipu.engine.buffers import ReplicaBuffers, floats_as_whole, whole_as_floats
+from lightning_ipu.engine.buffers import BackwardWatch, ReplicaBuffers, floats_as_whole, whole_as_floats
 from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.engine.pipeline import Kinds, Slice, turns
 from lightning_ipu.engine.processes import Processes, all_reduce_flat, map_tensors, signal_facts, signal_in
@@ -110,13 +110,15 @@ class PipelineEngine(DistributedEngine):
         self._module, accumulation, partition = distributed["module"], self._plan.gradient_accumulation_factor, state.partition
         names = set().union(*partition.parameters[processes.stages.start : processes.stages.stop])
         self._held = {id(parameter) for name, parameter in self._module.named_parameters() if name in names}
+        own = set().union(*partition.buffers[processes.stages.start : processes.stages.stop])
         if self._buffers is not None:
-            own = partition.buffers[processes.stages.start : processes.stages.stop]
-            self._buffers = ReplicaBuffers(self._module, self._plan.replication_factor, set().union(*own))
+            self._buffers = ReplicaBuffers(self._module, self._plan.replication_factor, own)
         if self._scaling is not None:
             self._scaling.agree = self._all_finite
         ahead = {"Sequential": 1, "GPipe": accumulation, "1F1B": min(accumulation, processes.parts - processes.part)}[schedule]
         self._turns, self._pipeline = list(turns(accumulation, ahead)), processes.pipeline()
+        self._schedule, self._watch = schedule, BackwardWatch(self._module, own) if ahead > 1 else None
+        self._is_checked = schedule == "Sequential"  # by all processes together
 
         def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
             with self._randomness.aside():
@@ -129,8 +131,23 @@ class PipelineEngine(DistributedEngine):
         self._result: tuple[torch.Tensor, dict[str, Any]] = torch.zeros((), device=self._processes.device), {}
         if not self._processes.is_first:
             self._pipeline.listen()
-        self._pipeline.run(self._turns, kind=self._kind, forward=self._stages_forward, loss=self._loss)
+        around = {} if self._watch is None else {"around_backward": self._watch.watching}
+        self._pipeline.run(self._turns, kind=self._kind, forward=self._stages_forward, loss=self._loss, **around)
+        self._check_order()
         return self._result
+
+    def _check_order(self) -> None:
+        """Refuse buffers that change in backward passes: of several micro-batches in flight, the order of changes is the schedule's."""
+        changed = self._watch.changed if self._watch is not None else ""
+        if not self._is_checked:
+            self._is_checked = True
+            changed = next(filter(None, self._processes.gathered(changed, self._processes.same_replica)), "")
+        if changed:
+            raise PlanError(
+                f"the buffer {changed!r} changes again in the backward pass, in a torch.utils.checkpoint of the network's own; under"
+                f" pipeline_schedule={self._schedule} the order of these changes would depend on the stages. Give IPUStrategy(recompute=...) in"
+                " place of the checkpoint, which changes it once, or pipeline_schedule=Sequential"
+            )
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in super()._parameters() if id(parameter) in self._held]

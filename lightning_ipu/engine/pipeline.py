@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,7 @@ class Pipeline:
         kind: Callable[[int], Slice],
         forward: Callable[[int, Slice, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]],
         loss: Callable[[int, Slice, tuple[torch.Tensor, ...]], torch.Tensor] | None = None,
+        around_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Carry out the passes in order.
 
@@ -171,6 +173,7 @@ class Pipeline:
             kind: gives the network cut for a micro-batch.
             forward: runs this process's stages on a micro-batch; nothing arrives in the first.
             loss: on the last process, computes the loss from what `forward` returned; None without backward passes.
+            around_backward: makes the context of a backward pass.
         """
         under_way: dict[int, tuple[list[torch.Tensor], Sequence[torch.Tensor], Slice]] = {}
         for is_forward, number in order:
@@ -191,21 +194,26 @@ class Pipeline:
                 del arrived, results
             else:
                 arrived, results, piece = under_way.pop(number)
-                if self.is_last:
-                    results[0].backward()
-                else:
-                    sought = [_on_the_wire(meta) for meta in piece.stage.outputs if meta.requires_grad]
-                    gradients = self._receive(sought, self._behind, self._back)
-                    made = [result for result, meta in zip(results, piece.stage.outputs, strict=True) if meta.requires_grad]
-                    pairs = [(result, gradient) for result, gradient in zip(made, gradients, strict=True) if result.requires_grad]
-                    if pairs:
-                        torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+                with around_backward():
+                    self._run_backward(results, piece)
                 if not self.is_first:
                     leaves = [value for value in arrived if value.requires_grad]
                     back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
                     self._send(back, self._before, self._back)
         for works in (*self._sent.values(), self._told):
             _wait(works)
+
+    def _run_backward(self, results: Sequence[torch.Tensor], piece: Slice) -> None:
+        """The backward pass of a micro-batch: from the loss, or from the gradients that arrive."""
+        if self.is_last:
+            results[0].backward()
+            return
+        sought = [_on_the_wire(meta) for meta in piece.stage.outputs if meta.requires_grad]
+        gradients = self._receive(sought, self._behind, self._back)
+        made = [result for result, meta in zip(results, piece.stage.outputs, strict=True) if meta.requires_grad]
+        pairs = [(result, gradient) for result, gradient in zip(made, gradients, strict=True) if result.requires_grad]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def _receive(self, like: Sequence[torch.Tensor], peer: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
         values = [torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in like]

@@ -81,8 +81,13 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+def checkpointed(block: nn.Sequential) -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(*map(Checkpointed, block[0])), nn.Linear(8, 3))
+
+
 NETWORKS = {
-    "checkpointed": lambda: nn.Sequential(nn.Sequential(*map(Checkpointed, drawing(norm=False)[0])), nn.Linear(8, 3)),
+    "checkpointed": lambda: checkpointed(drawing(norm=False)),
+    "checkpointed norms": lambda: checkpointed(drawing()),
     "blocks": partial(blocks, depth=5),
     "normed": partial(blocks, depth=5, norm=True),
     "dropout": partial(blocks, depth=5, norm=True, dropout=0.3),
@@ -185,6 +190,7 @@ CASES = [
     case("Interleaved, stages merged", 2, "normed", R=1, A=4, pipeline_splits=FOUR, pipeline_schedule="Interleaved"),
     case("noise", 2, "drawing", R=1, A=4, pipeline_splits=TWO, noise=True, recompute=True),
     case("checkpoints of its own", 2, "checkpointed", R=1, A=4, pipeline_splits=TWO),
+    case("checkpoints with statistics", 2, "checkpointed norms", R=1, A=3, pipeline_splits=TWO, pipeline_schedule="Sequential"),
     case("Grouped, a skip over a stage", 2, "skip", R=1, A=2, pipeline_splits=["network.third"], pipeline_schedule="Grouped"),
     case("validation in stages", 2, "resnet", R=1, A=2, pipeline_splits=["network.layer3"], pipeline_validation=True),
     case("what a step keeps", 2, "dropout", R=1, A=2, pipeline_splits=TWO, module="Keeping"),
@@ -393,6 +399,12 @@ REFUSALS = {  # what is refused by two processes: (module, training data, option
     "a loss on other stages": (lambda: Decayed("blocks", "momentum"), classes(64), PIPELINE),
     "tied weights": (lambda: Spread("tied", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
     "functional randomness": (lambda: Spread("draws", "momentum"), classes(64), {"A": 2, "pipeline_splits": ["network.last"]}),
+    "statistics in a checkpoint": (lambda: Spread("checkpointed norms", "momentum"), classes(64), PIPELINE | {"A": 4}),
+    "statistics in a checkpoint, grouped": (
+        lambda: Spread("checkpointed norms", "momentum"),
+        classes(64),
+        PIPELINE | {"A": 2, "pipeline_schedule": "GPipe"},
+    ),
     "a layer for some shapes": (
         lambda: Spread("choosing", "momentum"),
         DataLoader(classes(64), batch_size=4, collate_fn=of_differing_sizes),

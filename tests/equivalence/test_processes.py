@@ -71,7 +71,11 @@ def test_processes_train_what_one_process_and_a_plain_loop_train(number, folder)
     copies = case["processes"] if "pipeline_splits" not in case and "num_stages" not in case else min(case["R"], case["processes"])
     assert sum(theirs["everyone's bytes"]) <= copies * ours["held"] * 1.1  # of parameters and optimizer state: each stage in one place
 
-    if not case.get("noise") and case["network"] not in ("dropout", "drawing", "checkpointed") and "gradient_clip_val" not in case:
+    if (
+        not case.get("noise")
+        and case["network"] not in ("dropout", "drawing", "checkpointed", "checkpointed norms")
+        and "gradient_clip_val" not in case
+    ):
         reference = Spread(case["network"], case["optimizer"])
         samples = dataset(case, len(trainer.train_dataloader.dataset))
         reference.to(samples.tensors[0].dtype)
@@ -139,6 +143,9 @@ def test_what_a_pipeline_cannot_honour_is_refused_by_all_processes_in_one_line(f
         "no call": "does not call self",
         "a loss on other stages": "of an earlier stage directly",
         "tied weights": "network.first.weight",
+        "statistics in a checkpoint": "changes again in the backward pass, in a torch.utils.checkpoint of the network's own; under"
+        " pipeline_schedule=1F1B",
+        "statistics in a checkpoint, grouped": "pipeline_schedule=GPipe the order of these changes would depend",
         "a layer for some shapes": "uses 'network.sometimes.bias' in stage 0 for some shapes",
         "functional randomness": "draws random numbers by dropout",
         "1F1B with too few micro-batches": "gradient_accumulation_factor of at least 2, not 1",
