@@ -815,7 +815,7 @@ def settle(given: dict[str, Any]) -> list[str]:
         _settle_learning_rate(given, settings, batch=batch, samples_per_update=updates)
     _settle_phases(given, settings)
 
-    if "prng" in given and given.get("precision") not in ("16", "16.16"):
+    if "prng" in given and precision.full_name(given.get("precision", "auto")) != "16.16":
         raise UsageError(f"--prng concerns 16-bit weights: it needs --precision 16.16, not {given.get('precision', 'auto')}")
     if given.get("loss_scaling") == 0:
         settings["trainer.strategy.loss_scaling"] = 1.0 if given.get("half_type") == "fp16" else None

@@ -249,8 +249,8 @@ def test_threads_follow_the_option_then_the_environment_then_the_cores(monkeypat
 def test_precision_names_are_settled_or_refused_by_name():
     assert precision.resolve("32", accelerator="cpu") == precision.resolve("32.32", accelerator="cpu") == "32.32"
     assert precision.resolve("auto", accelerator="cpu") in ("16.32", "32.32")
-    assert precision.lightning_precision("16.32") == "bf16-mixed" and precision.precision_name("bf16-mixed") == "16.32"
-    assert precision.precision_name("64-true") is None
+    assert precision.lightning_precision("16.32") == "bf16-mixed" and precision.name_and_type("bf16-mixed") == ("16.32", "bf16")
+    assert precision.name_and_type("64-true") == (None, None)
     with pytest.raises(ValueError, match="unknown precision '8.8'; known are"):
         precision.resolve("8.8", accelerator="cpu")
 

@@ -279,7 +279,7 @@ def test_settings_that_make_no_sense_together_are_refused(name, scaling, message
 def test_names_of_precision_are_settled_or_refused():
     assert precision.resolve("16", accelerator="cpu") == precision.resolve("16.16", accelerator="gpu") == "16.16"
     assert [precision.lightning_precision("16.16", half) for half in precision.HALF_TYPES] == ["bf16-true", "16-true"]
-    assert [precision.precision_name(name) for name in ("16-true", "16-mixed", "32-true", "64-true")] == ["16.16", "16.32", "32.32", None]
+    assert [precision.name_and_type(name)[0] for name in ("16-true", "16-mixed", "32-true", "64-true")] == ["16.16", "16.32", "32.32", None]
     for half, name, accelerator, message in (
         ("fp16", "16.16", "cpu", "fp16 is for GPUs; a CPU computes in bf16"),
         ("fp16", "32.32", "gpu", "fp16 needs precision 16.16 or 16.32, not 32.32"),

@@ -26,10 +26,7 @@ LIGHTNINGS_PRIVATE_NAMES: dict[str, str] = {
     "lightning_ipu/strategy.py": "_checkpoint_io _configure_launcher _get_process_group_backend _launcher _layer_sync _precision_plugin",
 }
 TOO_LONG: set[str] = {
-    "data.evaluation: __iter__",
     "loop.assembly: __init__",
-    "recipe.averaging: average_checkpoints",
-    "recipe.classifier: __init__",
 }
 
 

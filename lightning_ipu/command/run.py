@@ -47,7 +47,7 @@ from lightning_ipu.files import atomic_write, read_checkpoint
 from lightning_ipu.loop.events import EventsPerEpoch
 from lightning_ipu.loop.launcher import Launcher
 from lightning_ipu.loop.position import weight_updates_in
-from lightning_ipu.precision.names import lightning_precision, precision_name, resolve
+from lightning_ipu.precision.names import lightning_precision, name_and_type, resolve
 from lightning_ipu.recipe import averaging
 from lightning_ipu.strategy import IPUStrategy
 
@@ -242,8 +242,8 @@ class CommandLine(Scoring):
             accelerator = "gpu" if torch.cuda.is_available() else "cpu"
         self.accelerator = accelerator
         if config.trainer.precision is not None:
-            named = precision_name(str(config.trainer.precision))
-            if config.precision not in ("auto", named) or (config.half_type == "fp16") > str(config.trainer.precision).startswith("16"):
+            named, half_type = name_and_type(str(config.trainer.precision))
+            if config.precision not in ("auto", named) or (config.half_type == "fp16") > (half_type == "fp16"):
                 raise MisconfigurationException(
                     f"precision {config.precision} (half_type {config.half_type}) and trainer.precision {config.trainer.precision} say different"
                     " things; give one of them"
@@ -398,7 +398,7 @@ class CommandLine(Scoring):
             device = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
         else:
             device = torch.cuda.get_device_name() if torch.cuda.is_available() else self.accelerator
-        name = precision_name(self.precision)
+        name, _ = name_and_type(self.precision)
         processes = [("processes", f"{count}")] if (count := self._process_count()) > 1 else []
         return [("device", device), *processes, ("precision", f"{name} (Trainer: {self.precision})" if name else self.precision)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
@@ -86,29 +87,33 @@ class EvaluationData:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        seeded = self.loader is not self.user_loader  # sample by sample
-        if self._guarded:
-            with preserved_streams():
-                if seeded:
-                    self.loader.generator.manual_seed(mix(self.seed, LOADER))  # the same every time: workers get their seeds from it
-                else:
-                    seed_all(mix(self.seed, EVALUATE))
-                batches = iter(self.loader)
-        else:
+        with preserved_streams() if self._guarded else nullcontext():
+            if self._guarded and self._is_seeded:
+                self.loader.generator.manual_seed(mix(self.seed, LOADER))  # the same every time: workers get their seeds from it
+            elif self._guarded:
+                seed_all(mix(self.seed, EVALUATE))
             batches = iter(self.loader)
         for number in itertools.count():
             try:
-                if self._guarded and not self.loader.num_workers:
-                    with preserved_streams():
-                        if not seeded:
-                            seed_all(mix(self.seed, EVALUATE, number))
-                        batch = next(batches)
-                else:
-                    batch = next(batches)
+                batch = self._next(batches, number)
             except StopIteration:
                 return
             self.size = self._sizes.popleft() if self._sizes is not None else None
             yield batch
+
+    @property
+    def _is_seeded(self) -> bool:
+        """Whether each sample is fetched under a seed of its own."""
+        return self.loader is not self.user_loader
+
+    def _next(self, batches: Iterator[Any], number: int) -> Any:
+        """The next batch; in a loader without such seeds, its draws are a function of the batch's number."""
+        if not self._guarded or self.loader.num_workers:
+            return next(batches)
+        with preserved_streams():
+            if not self._is_seeded:
+                seed_all(mix(self.seed, EVALUATE, number))
+            return next(batches)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("loader", "user_loader"):

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lightning_ipu.errors import UserError
 
-__all__ = ["CHOICES", "HALF_TYPES", "lightning_precision", "precision_name", "refusal", "resolve", "scaling_refusal"]
-
 CHOICES = ("auto", "16.16", "16.32", "32.32", "16", "32")
 HALF_TYPES = ("bf16", "fp16")
 
@@ -23,6 +21,7 @@ _LIGHTNING = {
     ("16.32", "fp16"): "16-mixed",
     ("32.32", "bf16"): "32-true",
 }
+SIXTEEN_BIT = tuple(theirs for (name, _), theirs in _LIGHTNING.items() if name != "32.32")  # the Trainer's names of 16-bit computing
 
 
 def refusal(precision: str, *, half_type: str = "bf16", accelerator: str | None = None) -> str | None:
@@ -32,7 +31,7 @@ def refusal(precision: str, *, half_type: str = "bf16", accelerator: str | None 
     if half_type not in HALF_TYPES:
         return f"unknown 16-bit type {half_type!r}; known are {', '.join(HALF_TYPES)}"
     if half_type == "fp16":
-        if _SHORT.get(precision, precision) not in ("16.16", "16.32"):
+        if full_name(precision) not in ("16.16", "16.32"):
             return f"16-bit type fp16 needs precision 16.16 or 16.32, not {precision}"
         if accelerator == "cpu":
             return "16-bit type fp16 is for GPUs; a CPU computes in bf16"
@@ -49,7 +48,7 @@ def resolve(precision: str, *, accelerator: str, half_type: str = "bf16") -> str
         raise UserError(problem)
     if precision == "auto":
         return "16.32" if _fast_at_bfloat16(accelerator) else "32.32"
-    return _SHORT.get(precision, precision)
+    return full_name(precision)
 
 
 def scaling_refusal(precision: str, *, half_type: str, loss_scaling: float | str | None) -> str | None:
@@ -71,9 +70,14 @@ def lightning_precision(precision: str, half_type: str = "bf16") -> str:
     return _LIGHTNING[precision, half_type]
 
 
-def precision_name(trainer_precision: str) -> str | None:
-    """The name for a Trainer's ``precision`` (``"bf16-mixed"`` is 16.32); None for one that has no such name."""
-    return next((name for (name, _), theirs in _LIGHTNING.items() if theirs == trainer_precision), None)
+def name_and_type(trainer_precision: str) -> tuple[str, str] | tuple[None, None]:
+    """The name and the 16-bit type for a Trainer's ``precision``: ``"bf16-mixed"`` is 16.32 in bf16. None for one that has no such name."""
+    return next((names for names, theirs in _LIGHTNING.items() if theirs == trainer_precision), (None, None))
+
+
+def full_name(precision: str) -> str:
+    """A name without the older programs' short spellings."""
+    return _SHORT.get(precision, precision)
 
 
 def _fast_at_bfloat16(accelerator: str) -> bool:

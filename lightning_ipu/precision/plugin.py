@@ -17,7 +17,7 @@ from lightning_ipu.errors import UserError
 from lightning_ipu.plan import PlanError
 from lightning_ipu.precision.layers import prepare
 from lightning_ipu.precision.loss_scaling import AUTOMATIC, LossScaling
-from lightning_ipu.precision.names import precision_name, scaling_refusal
+from lightning_ipu.precision.names import SIXTEEN_BIT, name_and_type, scaling_refusal
 from lightning_ipu.precision.update import SixteenBitUpdate
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,9 +61,9 @@ class SixteenBit(Precision):
         stochastic_rounding: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if (named := precision_name(precision)) not in ("16.16", "16.32"):
-            raise UserError(f"precision={precision!r} is not one of bf16-mixed, 16-mixed, bf16-true and 16-true")
-        half_type = "bf16" if precision.startswith("bf16") else "fp16"
+        if precision not in SIXTEEN_BIT:
+            raise UserError(f"precision={precision!r} is not one of {', '.join(SIXTEEN_BIT)}")
+        named, half_type = name_and_type(precision)
         if problem := scaling_refusal(named, half_type=half_type, loss_scaling=loss_scaling):
             raise UserError(problem)
         self.precision, self.device, self.stochastic_rounding = precision, device, stochastic_rounding

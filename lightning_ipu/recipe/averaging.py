@@ -256,19 +256,7 @@ def average_checkpoints(
     Raises:
         UserError: a file is no checkpoint, there are fewer than asked for, or two do not fit together; it names them.
     """
-    found: dict[int, tuple[Path, dict[str, Any]]] = {}
-    averages: list[Path] = []
-    for path in sorted(paths):
-        checkpoint = read_checkpoint(path)
-        if OF_CHECKPOINTS in checkpoint:
-            averages.append(path)
-            continue
-        update = weight_updates_in(checkpoint)
-        if update in found and not _same(found[update][1]["state_dict"], checkpoint["state_dict"]):
-            raise UserError(
-                f"{found[update][0]} and {path} both stand after weight update {update:,} and differ: average one run at a time"
-            )
-        found.setdefault(update, (path, checkpoint))
+    found, averages = _checkpoints_by_update(paths)
     updates = sorted(found)
     if len(updates) < (last or 1):
         left_out = f"; {len(averages)} more are averages themselves" if averages else ""
@@ -300,6 +288,24 @@ def average_checkpoints(
     files = [(found[update][0], update) for update in updates]
     mark = {"kind": kind, "decay": decay, "updates": updates, "files": [path.name for path, _ in files]}
     return {**result, "state_dict": averaged, OF_CHECKPOINTS: mark}, files, averages
+
+
+def _checkpoints_by_update(paths: Sequence[Path]) -> tuple[dict[int, tuple[Path, dict[str, Any]]], list[Path]]:
+    """The checkpoints of a run by their weight updates, one of each, and the files that are averages themselves."""
+    found: dict[int, tuple[Path, dict[str, Any]]] = {}
+    averages: list[Path] = []
+    for path in sorted(paths):
+        checkpoint = read_checkpoint(path)
+        if OF_CHECKPOINTS in checkpoint:
+            averages.append(path)
+            continue
+        update = weight_updates_in(checkpoint)
+        if update in found and not _same(found[update][1]["state_dict"], checkpoint["state_dict"]):
+            raise UserError(
+                f"{found[update][0]} and {path} both stand after weight update {update:,} and differ: average one run at a time"
+            )
+        found.setdefault(update, (path, checkpoint))
+    return found, averages
 
 
 def write_average(given: dict[str, Any]) -> str:

@@ -14,6 +14,33 @@ from lightning_ipu.recipe.schedules import build_schedule, check_schedule
 
 Batch = tuple[Tensor, Tensor]  # images [batch, channels, height, width], normalised; labels [batch]
 
+_OF_SCHEDULES = (
+    *("warmup_fraction", "warmup_epochs", "warmup_start", "warmup_mode", "decay_fraction", "decay_epochs", "final_fraction", "power"),
+    *("decay_rate", "decay_values", "decay_fractions", "decay_at_epochs"),
+)
+
+
+def _settled(
+    optimizer: str,
+    *,
+    further: dict[str, Any],
+    momentum: float | None,
+    nesterov: bool | None,
+    weight_decay: float | None,
+    l2_regularization: float | None,
+) -> dict[str, Any]:
+    """The optimizer's options, those that were left open settled; `further` are those by name."""
+    if own := {"lr", "momentum", "nesterov", "weight_decay", "l2_regularization", "decay_all"} & set(further):
+        raise UserError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
+    if momentum is None and optimizer in ("sgd", "lars"):
+        momentum = 0.9
+    if nesterov is None and optimizer == "sgd":
+        nesterov = momentum > 0
+    if weight_decay is None and l2_regularization is None:
+        weight_decay, l2_regularization = (0.01, 0.0) if optimizer in ("adamw", "lamb") else (0.0, 1e-4)
+    decays = {"weight_decay": weight_decay or 0.0, "l2_regularization": l2_regularization or 0.0}
+    return {**further, **_given(momentum=momentum, nesterov=nesterov), **decays}
+
 
 class ImageClassifier(pl.LightningModule):
     """Trains the ``network`` that a subclass sets, and all other parameters it has; logs train_, val_ and test_ loss and accuracy (0 to 1).
@@ -95,33 +122,16 @@ class ImageClassifier(pl.LightningModule):
             raise UserError(f"label_smoothing={label_smoothing} must lie between 0 and 1")
         if loss not in ("cross_entropy", "bce"):
             raise UserError(f"loss={loss!r} is unknown: choose from cross_entropy, bce")
-        self._optimizer_options = dict(optimizer_options or {})
-        if own := {"lr", "momentum", "nesterov", "weight_decay", "l2_regularization", "decay_all"} & set(self._optimizer_options):
-            raise UserError(f"optimizer_options has {', '.join(sorted(own))}: the module's own arguments say that (lr is learning_rate)")
-        if momentum is None and optimizer in ("sgd", "lars"):
-            momentum = 0.9
-        if nesterov is None and optimizer == "sgd":
-            nesterov = momentum > 0
-        if weight_decay is None and l2_regularization is None:
-            weight_decay, l2_regularization = (0.01, 0.0) if optimizer in ("adamw", "lamb") else (0.0, 1e-4)
-        self._optimizer_options |= _given(momentum=momentum, nesterov=nesterov)
-        self._optimizer_options |= {"weight_decay": weight_decay or 0.0, "l2_regularization": l2_regularization or 0.0}
-        check_optimizer(optimizer, **self._optimizer_options)
-        self._schedule_options = _given(
-            warmup_fraction=warmup_fraction,
-            warmup_epochs=warmup_epochs,
-            warmup_start=warmup_start,
-            warmup_mode=warmup_mode,
-            staircase=staircase or None,
-            decay_fraction=decay_fraction,
-            decay_epochs=decay_epochs,
-            final_fraction=final_fraction,
-            power=power,
-            decay_rate=decay_rate,
-            decay_values=decay_values,
-            decay_fractions=decay_fractions,
-            decay_at_epochs=decay_at_epochs,
+        self._optimizer_options = _settled(
+            optimizer,
+            further=optimizer_options or {},
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            l2_regularization=l2_regularization,
         )
+        check_optimizer(optimizer, **self._optimizer_options)
+        self._schedule_options = _given(**{name: self.hparams[name] for name in _OF_SCHEDULES}, staircase=staircase or None)
         check_schedule(schedule, **self._schedule_options)
 
     def setup(self, stage: str) -> None:
