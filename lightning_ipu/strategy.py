@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,15 +10,14 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.accelerators import Accelerator, CPUAccelerator
+from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
-from pytorch_lightning.plugins.environments import TorchElasticEnvironment
-from pytorch_lightning.strategies import DDPStrategy, Strategy, StrategyRegistry
+from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ipu import limits, machine
+from lightning_ipu import limits
 from lightning_ipu.cutting.balance import StageCost
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.data.workers import Loader
@@ -28,24 +26,22 @@ from lightning_ipu.engine.processes import Processes, broadcast_state
 from lightning_ipu.engine.stages import StageState
 from lightning_ipu.loop import environment, saving, training
 from lightning_ipu.loop.assembly import Assembly
-from lightning_ipu.loop.checkpoint_io import completed
 from lightning_ipu.loop.evaluation import Evaluation, take_over_evaluations
 from lightning_ipu.loop.fit import Fit
 from lightning_ipu.loop.hooks import NamedHooks
-from lightning_ipu.loop.launcher import Launcher, check_can_start_again
 from lightning_ipu.loop.loaders import evaluation_loader, training_loader
 from lightning_ipu.loop.logs import LogRecorder
 from lightning_ipu.loop.metrics import SharedMetrics
+from lightning_ipu.loop.process_strategy import ProcessStrategy
 from lightning_ipu.loop.progress import Stop, TrainingProgress
 from lightning_ipu.loop.transfer import TRANSFER, Transfer
 from lightning_ipu.loop.undo import Undo
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import Plan, PlanError
-from lightning_ipu.precision.plugin import in_place_of
 from lightning_ipu.recipe.averaging import KEPT, TRAINED, AveragedWeights, kept_buffers
 
 
-class IPUStrategy(DDPStrategy):
+class IPUStrategy(ProcessStrategy):
     """Gives any LightningModule the execution model of Graphcore's IPU, on whatever hardware there is.
 
     The plan (the first seven arguments and the DataLoader's batch size, which is the micro-batch) decides the numbers. One process runs
@@ -96,10 +92,18 @@ class IPUStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        self.loss_scaling, self.stochastic_rounding, self.bind_cores = loss_scaling, stochastic_rounding, bind_cores
-        if cluster_environment is None:
-            machine.forget_leftovers()  # before the Trainer looks for a launcher
+        splits = list(pipeline_splits or [])
+        limits.check_arguments(splits, num_stages, replication_factor, pipeline_validation, validation_replicas)
+        plan = Plan(
+            replication_factor=replication_factor,
+            gradient_accumulation_factor=gradient_accumulation_factor,
+            num_stages=num_stages or len(splits) + 1,
+            device_iterations=device_iterations,
+        )
         super().__init__(
+            plan=plan,
+            loss_scaling=loss_scaling,
+            stochastic_rounding=stochastic_rounding,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -108,14 +112,7 @@ class IPUStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        splits = list(pipeline_splits or [])
-        limits.check_arguments(splits, num_stages, replication_factor, pipeline_validation, validation_replicas)
-        self.plan = Plan(
-            replication_factor=replication_factor,
-            gradient_accumulation_factor=gradient_accumulation_factor,
-            num_stages=num_stages or len(splits) + 1,
-            device_iterations=device_iterations,
-        )
+        self.bind_cores = bind_cores
         self.pipeline_splits, self.pipeline_schedule, self.recompute = splits, limits.schedule_named(pipeline_schedule), recompute
         self.pipeline_validation, self.validation_replicas = pipeline_validation, validation_replicas
         self.progress = TrainingProgress()
@@ -128,63 +125,12 @@ class IPUStrategy(DDPStrategy):
         self._loaders: list[Loader] = []
         self._undo = Undo()
 
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        """Take Lightning's plugin; one that computes in 16 bits is exchanged for ours, under the same name of precision."""
-        on_cpu = isinstance(self.accelerator, CPUAccelerator)
-        plugin = in_place_of(plugin, on_cpu=on_cpu, loss_scaling=self.loss_scaling, stochastic_rounding=self.stochastic_rounding)
-        self._precision_plugin = plugin
-
-    # ---- Processes ----------------------------------------------------------------------------------------------------------
-
-    @override
-    def set_world_ranks(self) -> None:
-        """Called first when the Trainer is made: settle how many processes there are, torchrun's word before the Trainer's."""
-        if isinstance(self.cluster_environment, TorchElasticEnvironment):
-            local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), self.cluster_environment.world_size()
-            first = self.parallel_devices[0]
-            self.parallel_devices = [first] * local if first.type == "cpu" else self.parallel_devices[:local]
-            self.num_nodes = world // local
-        self.cluster_environment = environment.chosen_environment(
-            self.cluster_environment, processes=self._process_count, nodes=self.num_nodes
-        )
-        super().set_world_ranks()
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._launcher = None
-        Placement(plan=self.plan, processes=self._process_count)  # before any is started
-        if self._process_count > 1:
-            environment.refuse_leftovers(self.cluster_environment)
-            if not self.cluster_environment.creates_processes_externally:
-                check_can_start_again(self.num_processes)
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @property
-    def _process_count(self) -> int:
-        return max(1, self.num_nodes * self.num_processes)
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = completed(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
     # ---- Begin --------------------------------------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
         trainer = self.lightning_module.trainer
-        placement = Placement(plan=self.plan, processes=self._process_count)
+        placement = Placement(plan=self.plan, processes=self.process_count)
         self._undo.close()  # of an earlier run, if an error kept it from its teardown
         environment.leave_samplers_alone(trainer, self._undo)
         seed_is_given = bool(os.environ.get("PL_GLOBAL_SEED"))  # else one that seed_everything would take
@@ -194,13 +140,13 @@ class IPUStrategy(DDPStrategy):
             limits.check_fit(
                 trainer,
                 plan=self.plan,
-                processes=self._process_count,
+                processes=self.process_count,
                 loss_scaling=self.loss_scaling,
-                layer_sync=self._layer_sync is not None,
+                layer_sync=self.synchronizes_layers,
             )
             self.progress = TrainingProgress(run_updates=training.updates_of_loggers(trainer))
         Strategy.setup_environment(self)
-        if self._process_count > 1:
+        if self.process_count > 1:
             self._join(placement)
         self.stop = Stop(self.progress, self._processes)
         if fits:
@@ -218,13 +164,7 @@ class IPUStrategy(DDPStrategy):
 
     def _join(self, placement: Placement) -> None:
         """Meet the other processes, and agree on the seed with them."""
-        with self._launcher.meeting():
-            environment.meet_apart_from_earlier_attempts(
-                self.cluster_environment, backend=self._get_process_group_backend(), timeout=self._timeout
-            )
-            self.setup_distributed()
-        atexit.unregister(environment.leave_process_group)
-        atexit.register(environment.leave_process_group)
+        self.meet()
         # Averages are over all processes already when Lightning sees them.
         self._undo.ignore_warnings(".*sync_dist=True.*when logging on epoch level")
         self._processes = Processes(placement, device=self.root_device)

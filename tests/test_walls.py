@@ -23,7 +23,6 @@ CIRCLES: set[str] = set()
 LIGHTNING_BELOW_THE_LOOP: set[str] = set()
 LIGHTNINGS_PRIVATE_NAMES: dict[str, str] = {
     "lightning_ipu/engine/seeding.py": "_compiler_ctx",
-    "lightning_ipu/strategy.py": "_checkpoint_io _configure_launcher _get_process_group_backend _launcher _layer_sync _precision_plugin",
 }
 TOO_LONG: set[str] = {
     "loop.assembly: __init__",
