@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ipu.recipe.optimizers import LARS, OPTIMIZERS, SGD, build_optimizer, check_optimizer, parameter_groups
+from lightning_ipu.recipe.optimizers import LARS, OPTIMIZERS, SGDWithDecoupledDecay, build_optimizer, check_optimizer, parameter_groups
 
 LR, DECAY, L2 = 0.05, 0.3, 0.2
 BETA1, BETA2, ALPHA = 0.9, 0.999, 0.99
@@ -205,7 +205,7 @@ def test_wrong_options_are_named(kind, options, message):
 
 def test_the_classes_take_groups_of_their_own_and_later_ones():
     first, second, third = (nn.Parameter(torch.ones(2, 2)) for _ in range(3))
-    optimizer = SGD([{"params": [first], "decoupled_decay": 0.5}, {"params": [second]}], lr=1.0, decoupled_decay=0.25)
+    optimizer = SGDWithDecoupledDecay([{"params": [first], "decoupled_decay": 0.5}, {"params": [second]}], lr=1.0, decoupled_decay=0.25)
     optimizer.add_param_group({"params": [third]})
     for parameter in (first, second, third):
         parameter.grad = torch.zeros(2, 2)

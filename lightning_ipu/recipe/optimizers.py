@@ -2,7 +2,8 @@
 
 Two penalties are told apart. With O the optimizer's direction, lr the scheduled learning rate and λ the factor, decoupled weight decay
 makes the update -lr·(O(g) + λ·w) (Loshchilov and Hutter, 2019), L2 regularisation -lr·O(g + λ·w): there the penalty goes through
-momentum and scaling.
+momentum and scaling. The classes take both: `weight_decay` is the second in all of them, as in torch's SGD and Adam (not in torch's AdamW),
+`decoupled_decay` the first. The option `weight_decay` of `build_optimizer`, and of the commands, is the decoupled one, whatever the optimizer.
 """
 
 from __future__ import annotations
@@ -66,16 +67,16 @@ class _DecoupledDecay(Optimizer):
         return loss
 
 
-class SGD(_DecoupledDecay, torch.optim.SGD):
+class SGDWithDecoupledDecay(_DecoupledDecay, torch.optim.SGD):
     """torch's SGD, whose `weight_decay` is L2 regularisation, with `decoupled_decay` beside it."""
 
 
-class RMSprop(_DecoupledDecay, torch.optim.RMSprop):
+class RMSpropWithDecoupledDecay(_DecoupledDecay, torch.optim.RMSprop):
     """torch's RMSprop, whose `weight_decay` is L2 regularisation, with `decoupled_decay` beside it."""
 
 
-class AdamW(_DecoupledDecay, torch.optim.Adam):
-    """torch's Adam, whose `weight_decay` is L2 regularisation, with `decoupled_decay` beside it: AdamW where only that is given."""
+class AdamWithDecoupledDecay(_DecoupledDecay, torch.optim.Adam):
+    """torch's Adam, whose `weight_decay` is L2 regularisation, with `decoupled_decay` beside it; with that alone it is torch's AdamW."""
 
 
 class _LARS(Optimizer):
@@ -201,7 +202,13 @@ class LAMB(Optimizer):
         return loss
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"sgd": SGD, "adamw": AdamW, "rmsprop": RMSprop, "lars": LARS, "lamb": LAMB}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "sgd": SGDWithDecoupledDecay,
+    "adamw": AdamWithDecoupledDecay,
+    "rmsprop": RMSpropWithDecoupledDecay,
+    "lars": LARS,
+    "lamb": LAMB,
+}
 
 _OWN_OPTIONS = {
     "sgd": ("momentum", "nesterov", "dampening"),
