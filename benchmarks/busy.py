@@ -25,7 +25,7 @@ def measure(name: str, seconds: float) -> float:
     import torch
     from torch.nn import functional as F
 
-    from cosmoflow_ipu.networks import network as cosmoflow
+    from cosmoflow_ipu.networks import cosmoflow
     from lightning_ipu import machine
     from lightning_ipu.precision.names import resolve
     from resnet_ipu.networks import resnet

@@ -24,7 +24,7 @@ def measure(variant: str, size: int, name: str) -> float:
     from torch.nn import functional as F
 
     from cosmoflow_ipu.module import CosmoFlowModule
-    from cosmoflow_ipu.networks import network
+    from cosmoflow_ipu.networks import cosmoflow
     from lightning_ipu import machine
     from lightning_ipu.precision.names import resolve
 
@@ -34,7 +34,7 @@ def measure(variant: str, size: int, name: str) -> float:
     ours = variant == "ours"
     if ours:
         machine.keep_freed_memory()
-    model = CosmoFlowModule(network=name, input_size=size) if ours else network(name, input_size=size)
+    model = CosmoFlowModule(network=name, input_size=size) if ours else cosmoflow(name, input_size=size)
     counts = torch.poisson(torch.ones(micro_batch, size, size, size, 4)).to(torch.int16).permute(0, 4, 1, 2, 3)
     counts = counts if ours else counts.contiguous()  # the files' order is channels last already
     targets = 2 * torch.rand(micro_batch, 4) - 1

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from cosmoflow_ipu.networks import network as build_network
+from cosmoflow_ipu.networks import cosmoflow
 from cosmoflow_ipu.universe import CENTRE, PARAMETERS, SYMBOLS, to_physical
 from lightning_ipu.errors import UserError, as_user_errors
 from lightning_ipu.recipe.classifier import at_least_float32, updates_per_epoch
@@ -171,7 +171,7 @@ class CosmoFlowModule(pl.LightningModule):
         self._schedule_options = {name: value for name, value in given.items() if value is not None}
         check_schedule(schedule, **self._schedule_options)
         with as_user_errors():
-            self.network = build_network(
+            self.network = cosmoflow(
                 network,
                 input_size=input_size,
                 in_channels=in_channels,

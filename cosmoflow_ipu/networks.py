@@ -180,7 +180,7 @@ def _initialise(network: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def network(
+def cosmoflow(
     name: str,
     *,
     input_size: int,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cosmoflow_ipu.networks import ACTIVATIONS, NETWORKS, Flatten, SameConv3d, network
+from cosmoflow_ipu.networks import ACTIVATIONS, NETWORKS, Flatten, SameConv3d, cosmoflow
 
 SMALL = {"input_size": 32, "conv_size": 2, "fc1_size": 8, "fc2_size": 8}
 
@@ -29,7 +29,7 @@ SMALL = {"input_size": 32, "conv_size": 2, "fc1_size": 8, "fc2_size": 8}
 )
 def test_parameter_counts_are_the_originals(name, size, channels, parameters):
     with torch.device("meta"):
-        built = network(name, input_size=size, in_channels=channels)
+        built = cosmoflow(name, input_size=size, in_channels=channels)
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
 
 
@@ -38,9 +38,9 @@ def test_parameter_counts_are_the_originals(name, size, channels, parameters):
 def test_every_network_gives_four_targets_within_1_2_and_gradients_for_all_parameters(name, size, channels):
     if name == "cosmoflow-v1" and size < 63:
         with pytest.raises(ValueError, match=f"input_size={size} leaves no voxel after 5 of 5 convolution layers"):
-            network(name, input_size=size, in_channels=channels)
+            cosmoflow(name, input_size=size, in_channels=channels)
         return
-    built = network(name, input_size=size, in_channels=channels)
+    built = cosmoflow(name, input_size=size, in_channels=channels)
     output = built(torch.rand(2, channels, size, size, size) * 3)
     assert output.shape == (2, 4) and output.abs().max() <= 1.2
     output.sum().backward()
@@ -69,7 +69,7 @@ def test_a_dense_weight_sees_voxels_in_the_order_depth_height_width_channel():
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_pooling_before_the_activation_gives_the_originals_numbers_and_gradients(activation):
     torch.manual_seed(3)
-    built = network("cosmoflow-mlperf", hidden_activation=activation, **SMALL)
+    built = cosmoflow("cosmoflow-mlperf", hidden_activation=activation, **SMALL)
     volume = torch.rand(1, 4, 32, 32, 32, requires_grad=True)
     x = volume
     for convolution, pool, active in built.features:
@@ -85,17 +85,17 @@ def test_pooling_before_the_activation_gives_the_originals_numbers_and_gradients
 
 
 def test_leaky_relu_has_keras_slope_and_dropout_stands_where_the_original_has_it():
-    built = network("cosmoflow", input_size=64, dropout=0.2)
+    built = cosmoflow("cosmoflow", input_size=64, dropout=0.2)
     slopes = [module.negative_slope for module in built.modules() if isinstance(module, nn.LeakyReLU)]
     assert slopes == [0.3] * 7
     assert [name for name, module in built.named_modules() if isinstance(module, nn.Dropout)] == ["dropout1", "dropout2"]
-    v1 = network("cosmoflow-v1", input_size=64, dropout=0.2)
+    v1 = cosmoflow("cosmoflow-v1", input_size=64, dropout=0.2)
     assert [module.p for module in v1.modules() if isinstance(module, nn.Dropout)] == [0.2] * 3
 
 
 @pytest.mark.parametrize("name", ["cosmoflow", "resnet"])
 def test_weights_start_glorot_uniform_and_biases_at_zero(name):
-    for module in network(name, input_size=64).modules():
+    for module in cosmoflow(name, input_size=64).modules():
         if isinstance(module, (nn.Conv3d, nn.Linear)):
             inputs, outputs, *kernel = module.weight.shape[1], module.weight.shape[0], *module.weight.shape[2:]
             bound = math.sqrt(6 / ((inputs + outputs) * math.prod(kernel)))
@@ -106,7 +106,7 @@ def test_weights_start_glorot_uniform_and_biases_at_zero(name):
 
 
 def test_the_resnets_norms_stand_on_the_channel_axis():
-    built = network("resnet", input_size=32)
+    built = cosmoflow("resnet", input_size=32)
     assert [norm.num_features for norm in (built.bn1, built.layer1[0].bn3, built.layer4[1].bn3)] == [64, 128, 1024]
     x = torch.randn(2, 64, 4, 4, 4) * torch.arange(1.0, 65).view(1, -1, 1, 1, 1)
     assert torch.allclose(built.bn1(x).transpose(0, 1).flatten(1).std(1), torch.ones(64), atol=0.02)
@@ -115,7 +115,7 @@ def test_the_resnets_norms_stand_on_the_channel_axis():
 
 def test_kernel_two_convolutions_with_channels_last_compute_what_contiguous_ones_do():
     torch.manual_seed(0)
-    built = network("cosmoflow", input_size=32)
+    built = cosmoflow("cosmoflow", input_size=32)
     x = torch.rand(2, 4, 32, 32, 32)
     expected = built(x)
     built.to(memory_format=torch.channels_last_3d)
@@ -139,4 +139,4 @@ def test_kernel_two_convolutions_with_channels_last_compute_what_contiguous_ones
 )
 def test_what_cannot_be_built_is_said_with_its_value(options, message):
     with pytest.raises(ValueError, match=message):
-        network(**{"name": "cosmoflow", "input_size": 32, **options})
+        cosmoflow(**{"name": "cosmoflow", "input_size": 32, **options})

@@ -1,0 +1,30 @@
+"""What each package offers by name: all of it is there, and nothing is loaded before it is used."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = ("lightning_ipu", "resnet_ipu", "cifar_ipu", "cosmoflow_ipu")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_public_name_is_there(name):
+    package = importlib.import_module(name)
+    assert package.__all__ and set(package.__all__) <= set(dir(package))
+    for public in package.__all__:
+        assert getattr(package, public).__name__ == public and getattr(package, public).__doc__
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        getattr(package, "nothing")  # noqa: B009
+
+
+def test_a_package_of_networks_is_imported_without_torch():
+    code = "import sys, resnet_ipu, cifar_ipu, cosmoflow_ipu; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_callbacks_are_found_where_earlier_configurations_name_them():
+    for module, name in (("averaging", "AveragedWeights"), ("host_events", "EventsPerEpoch"), ("profiling", "ProfileReports")):
+        earlier = getattr(importlib.import_module(f"lightning_ipu.{module}"), name)
+        assert earlier is getattr(importlib.import_module("lightning_ipu"), name)
