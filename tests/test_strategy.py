@@ -303,6 +303,21 @@ def test_a_run_with_a_buffer_that_was_filled_goes_on_from_its_checkpoint(tmp_pat
     assert equal_states(resumed, whole) and resumed.average.item() == FILLED["average"]
 
 
+def test_a_buffer_that_the_forward_registers_is_kept_apart_by_replica_like_any_other():
+    class Registering(Ledger):
+        def training_step(self, batch, batch_idx):
+            mean = batch[0].mean()
+            if not hasattr(self, "average"):
+                self.register_buffer("average", mean.clone())
+            else:
+                self.average.lerp_(mean, 0.5)
+            return super().training_step(batch, batch_idx)
+
+    module = Registering()
+    fit(module, numbered(8), R=2, A=2)
+    assert module.average.item() == FILLED["average"]
+
+
 def test_a_buffer_of_another_shape_in_each_replica_is_that_of_replica_0():
     class Uneven(Filling):
         def training_step(self, batch, batch_idx):

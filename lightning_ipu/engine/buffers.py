@@ -21,7 +21,7 @@ class ReplicaBuffers:
     the mean over the replicas in which it has the same shape as in replica 0.
 
     `moves` are the sums over replicas of the changes of floating-point buffers, `counts` the other buffers of replica 0 (none if it runs
-    elsewhere); `renewed` has for each replica the buffers, by number, that it has filled, emptied or given another shape. With replicas elsewhere,
+    elsewhere); `renewed` has for each replica the buffers, by name, that it has filled, emptied or given another shape. With replicas elsewhere,
     these must hold all of them before `end_update`.
 
     Args:
@@ -31,25 +31,54 @@ class ReplicaBuffers:
     """
 
     def __init__(self, module: nn.Module, replicas: int, names: Container[str] | None = None) -> None:
+        self._module, self._replicas = module, replicas
         # By place, not by tensor: a forward may put a new tensor in a buffer's place.
-        found = [(owner, key, f"{path}.{key}" if path else key) for path, owner in module.named_modules() for key in owner._buffers]
-        self._places = [(owner, key) for owner, key, name in found if names is None or name in names]
-        self._replicas = replicas
+        self._places: list[tuple[nn.Module, str]] = []
+        self._names: list[str] = []  # of the places
+        self._late: set[int] = set()  # places of buffers that a forward has registered
+        self._others_names: set[str] = set()
+        for name, owner, key in _buffers(module):
+            if names is None or name in names:
+                self._add(name, owner, key)
+            else:
+                self._others_names.add(name)
+        self._owners = list(module.modules())
         self._common: list[torch.Tensor | None] = []
         self._shapes: list[torch.Size | None] = []
         self._floats, self._others = [], []  # numbers of buffers
         self._open = {number for number, buffer in enumerate(self._at(range(len(self._places)))) if not _is_finite(buffer)}
 
+    def _add(self, name: str, owner: nn.Module, key: str) -> None:
+        self._places.append((owner, key))
+        self._names.append(name)
+
+    def _add_late(self, name: str, owner: nn.Module, key: str) -> None:
+        self._late.add(len(self._places))
+        self._add(name, owner, key)
+        self._common.append(None)
+        self._shapes.append(None)
+
+    def _find_late(self) -> None:
+        """Take in buffers that a forward has registered."""
+        held = sum(len(owner._buffers) for owner in self._owners)
+        gone = sum(key not in owner._buffers for owner, key in map(self._places.__getitem__, self._late))
+        if held != len(self._places) + len(self._others_names) - gone:
+            for name, owner, key in _buffers(self._module):
+                if name not in self._others_names and name not in self._names:
+                    self._add_late(name, owner, key)
+
     def _at(self, numbers: Iterable[int]) -> list[torch.Tensor | None]:
-        return [owner._buffers[key] for owner, key in map(self._places.__getitem__, numbers)]
+        return [owner._buffers.get(key) for owner, key in map(self._places.__getitem__, numbers)]
 
     def _put(self, numbers: Iterable[int], values: Iterable[torch.Tensor | None]) -> None:
         """Copy values into buffers; one that is None, or whose buffer has another shape, takes the buffer's place."""
         targets, sources = [], []
         for number, value in zip(numbers, values, strict=True):
             owner, key = self._places[number]
-            buffer = owner._buffers[key]
-            if value is None or buffer is None or buffer.shape != value.shape:
+            buffer = owner._buffers.get(key)
+            if value is None and number in self._late:
+                owner._buffers.pop(key, None)  # for the forward to register it again
+            elif value is None or buffer is None or buffer.shape != value.shape:
                 owner._buffers[key] = None if value is None else value.clone()
             else:
                 targets.append(buffer)
@@ -66,7 +95,7 @@ class ReplicaBuffers:
         self._others = sorted(set(held).difference(self._floats))
         self.moves: list[torch.Tensor] = []
         self.counts: list[torch.Tensor] = []
-        self.renewed: list[dict[int, torch.Tensor | None]] = []
+        self.renewed: list[dict[str, torch.Tensor | None]] = []
 
     @torch.no_grad()
     def begin_replica(self) -> None:
@@ -76,10 +105,11 @@ class ReplicaBuffers:
     def end_replica(self, replica: int) -> None:
         if self._replicas == 1:
             return
+        self._find_late()
         ends, common = self._at(range(len(self._places))), self._common
         shapes = [None if end is None else end.shape for end in ends]
         renewed = {k: ends[k] for k, (shape, before) in enumerate(zip(shapes, self._shapes, strict=True)) if shape != before}
-        self.renewed.append({k: None if end is None else end.detach().clone() for k, end in renewed.items()})
+        self.renewed.append({self._names[k]: None if end is None else end.detach().clone() for k, end in renewed.items()})
         if self._floats:
             # Sums of differences, so that a buffer that no replica changes keeps its value to the last bit.
             starts = [self._start(k) for k in self._floats]
@@ -100,25 +130,35 @@ class ReplicaBuffers:
             return  # the one replica's values, to the last bit
         self._put(self._floats, [self._start(k) + total / self._replicas for k, total in zip(self._floats, self.moves, strict=True)])
         self._put(self._others, self.counts)
-        for number in sorted(set().union(*self.renewed)):
+        for name in sorted(set().union(*self.renewed)):
+            if name not in self._names:  # it was registered in another process
+                path, _, key = name.rpartition(".")
+                self._add_late(name, self._module.get_submodule(path), key)
+            number = self._names.index(name)
             self._put([number], [self._of_all(number)])
             if not _is_finite(self._at([number])[0]):
                 self._open.add(number)
 
     def _of_all(self, number: int) -> torch.Tensor | None:
         """What a buffer becomes that a replica has filled, emptied or given another shape."""
-        common, first = self._common[number], self.renewed[0]
-        if number in first:
-            ends = [of[number] for of in self.renewed if number in of and _shape(of[number]) == _shape(first[number])]
+        common, name, first = self._common[number], self._names[number], self.renewed[0]
+        if name in first:
+            ends = [of[name] for of in self.renewed if name in of and _shape(of[name]) == _shape(first[name])]
             return sum(ends[1:], ends[0]) / len(ends) if ends[0] is not None and _is_averaged(ends[0]) else ends[0]
         if common is None or not _is_averaged(common):
             return self._at([number])[0] if common is not None else None
-        return self._start(number) + self.moves[self._floats.index(number)] / sum(number not in of for of in self.renewed)
+        return self._start(number) + self.moves[self._floats.index(number)] / sum(name not in of for of in self.renewed)
 
     def _start(self, number: int) -> torch.Tensor:
         """The value from which a floating-point buffer changes: the common one, or 0 where that is infinite."""
         common = self._common[number]
         return torch.where(common.isfinite(), common, 0) if number in self._open else common
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, owner in module.named_modules():
+        for key in owner._buffers:
+            yield f"{path}.{key}" if path else key, owner, key
 
 
 def _is_finite(buffer: torch.Tensor | None) -> bool:
@@ -142,8 +182,7 @@ class BackwardWatch:
     """
 
     def __init__(self, module: nn.Module, names: Container[str]) -> None:
-        found = [(f"{path}.{key}" if path else key, owner, key) for path, owner in module.named_modules() for key in owner._buffers]
-        self._places = [place for place in found if place[0] in names]
+        self._places = [place for place in _buffers(module) if place[0] in names]
         self._is_first, self.changed = True, ""
 
     @contextmanager

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ipu.cutting.partition import Partition, cut
+from lightning_ipu.cutting.tensors import buffer_places
 from lightning_ipu.engine.processes import Processes, map_tensors
 from lightning_ipu.plan import PlanError
 
@@ -45,7 +46,7 @@ class StageState:
 
     def _tensor(self, name: str) -> torch.Tensor | None:
         place, key = self._places[name]
-        return place[key]
+        return place.get(key)
 
     def _layout(self, name: str) -> Layout | None:
         """Shape, strides and type of a tensor, None for a buffer that is None."""
@@ -85,7 +86,7 @@ class StageState:
         held = len(partition) // self._processes.parts
         for stage, names in enumerate(map(set.union, partition.parameters, partition.buffers)):
             for name in sorted(names - partition.unused):
-                if self.owners[name] != stage // held:
+                if self.owners.get(name, stage // held) != stage // held:  # none yet where a forward has registered it
                     raise PlanError(
                         f"the network uses {name!r} in stage {stage} {'for some shapes' if training else 'in evaluation'}, but another process holds"
                         " it, as decided by the first training micro-batch; choose pipeline_splits that keep all its uses in one stage"
@@ -112,9 +113,15 @@ class StageState:
         """Have the whole network in every process, each stage from the process that trains it."""
         # A forward may have filled or emptied a buffer, or given it another shape.
         renewed = {name: layout for name in self._layouts if self.here(name) and (layout := self._layout(name)) != self._layouts[name]}
-        for theirs in self._processes.gathered(renewed, self._processes.same_replica):
+        late = {name: (owner._buffers, key) for name, owner, key in buffer_places(self._module) if name not in self.owners}
+        self._places |= late
+        renewed |= {name: self._layout(name) for name in late}
+        for part, theirs in enumerate(self._processes.gathered(renewed, self._processes.same_replica)):
             self._layouts |= theirs
             for name in theirs:
+                if name not in self.owners or name in late:  # a forward has registered it: it stays everywhere from now on
+                    path, _, key = name.rpartition(".")
+                    self.owners[name], self._places[name] = part, (self._module.get_submodule(path)._buffers, key)
                 if not self.here(name):
                     self._make_room(name)
         self._lay_out()

@@ -266,7 +266,8 @@ def test_buffers_that_are_filled_later_and_whole_numbers_do_not_depend_on_the_pr
         largest = torch.tensor([int(largest[0]) + sum(seen[:A]), seen[A - 1]])
 
     (one,) = filled.run(1, plan)
-    assert torch.allclose(one["network.0.average"], average, atol=1e-6) and one["network.0.largest"].equal(largest)
+    assert all(torch.allclose(one[f"network.0.{name}"], average, atol=1e-6) for name in ("average", "late"))
+    assert one["network.0.largest"].equal(largest)
     for state in torch.load(folder / "filled.pt")[plan]:
         assert state.keys() == one.keys() and difference(state, one) <= (1e-6 if R > 2 else 0)
         assert all(state[name].equal(one[name]) for name in one if not one[name].is_floating_point())
