@@ -371,6 +371,7 @@ class Metering(Callback):
 
     def __init__(self, fresh=True):
         self.meter, self.losses, self.constant, self.fresh = Meter(), [], torch.ones(3), fresh
+        self.counts = numpy.zeros(3)
 
     def on_train_start(self, trainer, module):
         self.trainer, self.module, self.copy = trainer, module, Ledger()
@@ -380,6 +381,7 @@ class Metering(Callback):
         with torch.no_grad():
             self.copy.w.lerp_(module.w, 0.5)
         self.meter.total += self.fresh
+        self.counts[1] += self.fresh
 
     def on_train_epoch_end(self, trainer, module):
         self.losses.clear()
@@ -421,7 +423,7 @@ def test_what_is_kept_in_memory_alone_is_named_once_when_a_run_is_resumed(tmp_pa
     assert said(Metering(), Observing(), MeteringKept(), Metering(fresh=False)) == []
     (line,) = said(Metering(), Observing(), MeteringKept(), Metering(fresh=False), resume=tmp_path / "a.ckpt")
     assert line.startswith(
-        "no checkpoint holds what Metering (copy, meter), Metering 2 (copy), Remembering (steps) had kept in memory in the run that is resumed"
+        "no checkpoint holds what Metering (copy, counts, meter), Metering 2 (copy), Remembering (steps) had kept in memory in the run that is resumed"
     )
     (line,) = said(resume=tmp_path / "a.ckpt")  # without these callbacks
     assert line.startswith("no checkpoint holds what Remembering (steps) had")

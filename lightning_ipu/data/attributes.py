@@ -8,6 +8,7 @@ from collections.abc import Container
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 
 _MOST = 1 << 20  # bytes of an attribute that are looked at
@@ -50,6 +51,8 @@ class _Pickler(pickle.Pickler):
             return str, (type(value).__name__,)
         if isinstance(value, torch.Tensor):
             return str, (f"{tuple(value.shape)} {value._version} {value.detach().flatten()[:64].tolist()}",)
+        if isinstance(value, numpy.ndarray):  # without a copy of the whole
+            return str, (f"{value.shape} {value.dtype} {value.flat[: _MOST // 8].tobytes()!r}",)
         try:
             reduced = value.__reduce_ex__(4)
         except Exception:
