@@ -96,7 +96,7 @@ def test_lightnings_private_names_appear_in_the_loop_room_only():
     assert found == {path: set(names.split()) for path, names in LIGHTNINGS_PRIVATE_NAMES.items()}
 
 
-def test_a_private_name_that_is_gone_is_told_from_those_that_are_there(monkeypatch):
+def test_a_private_name_that_is_gone_is_told_from_those_that_are_there(monkeypatch, capsys):
     source = """
         import torch
         from torchmetrics.metric import _gone_with_a_release
@@ -109,12 +109,18 @@ def test_a_private_name_that_is_gone_is_told_from_those_that_are_there(monkeypat
     monkeypatch.setattr(
         private_names, "defined_in", lambda library, *names: set() if (library, names) == ("torch", ()) else read(library, *names)
     )
-    uses = private_names.uses({"here.py": ast.parse(textwrap.dedent(source))})["here.py"]
+    trees = {"here.py": ast.parse(textwrap.dedent(source))}
+    uses = private_names.uses(trees)["here.py"]
     assert {use.name: private_names.owner_of(use) for use in uses} == {
         **{"_C": "torch", "_foreach_add": "torch", "_set_grad_enabled": "torch", "_defaults": "torchmetrics"},
         **{"_data_connector": "pytorch_lightning", "_generate_state_key": "pytorch_lightning"},
         **dict.fromkeys(["_gone_with_a_release", "_gone_too", "_never_there", "_neither"]),
     }
+    monkeypatch.setattr(private_names, "sources", lambda: trees)
+    assert private_names.main() == 1
+    assert "NOWHERE           _gone_too _gone_with_a_release _neither _never_there\n4 private names are in none" in capsys.readouterr().out
+    monkeypatch.setattr(private_names, "sources", lambda: {"here.py": ast.parse("import torch; torch._foreach_add")})
+    assert private_names.main() == 0
 
 
 def test_packages_import_lightning_ipu_and_never_the_reverse():
@@ -148,7 +154,7 @@ def test_what_a_user_can_put_right_is_raised_as_a_user_error():
     callers_say_more = ("networks.py", "data/tf_example.py", "resnet_ipu/images.py", "resnet_ipu/keras_names.py")
     for path, tree in sources().items():
         raised = {ast.unparse(node.exc.func) for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)}
-        assert "ValueError" not in raised or path.endswith(callers_say_more), path
+        assert "MisconfigurationException" not in raised and ("ValueError" not in raised or path.endswith(callers_say_more)), path
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Error"):
                 assert node.name == "UserError" or ast.unparse(node.bases[0]).endswith(("UserError", "PlanError")), node.name

@@ -9,13 +9,13 @@ from typing import Any, Literal
 from jsonargparse import Namespace
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from pytorch_lightning.cli import LightningArgumentParser
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_ipu import machine
 from lightning_ipu.command.configs import COMMAND
 from lightning_ipu.command.lifecycle import BestCheckpoint
 from lightning_ipu.command.readers import LARGEST_SEED
 from lightning_ipu.command.scoring import VAL_ACCURACY
+from lightning_ipu.errors import UserError
 from lightning_ipu.loop.events import EventsPerEpoch
 from lightning_ipu.precision.names import CHOICES, HALF_TYPES
 
@@ -109,14 +109,14 @@ def check_settings(config: Namespace) -> None:
     """Refuse what Lightning, numpy or the system would take for something else, or die of."""
     seed = config.seed_everything
     if not isinstance(seed, bool) and not 0 <= seed <= LARGEST_SEED:
-        raise MisconfigurationException(f"seed_everything={seed} must lie between 0 and {LARGEST_SEED}")
+        raise UserError(f"seed_everything={seed} must lie between 0 and {LARGEST_SEED}")
     if config.trainer.default_root_dir is None:
-        raise MisconfigurationException("trainer.default_root_dir=null: the results need a directory; write ./null for one of that name")
+        raise UserError("trainer.default_root_dir=null: the results need a directory; write ./null for one of that name")
     for name in _PATHS:
         if (value := config.get(name)) is None:
             continue
         if not str(value).strip():
-            raise MisconfigurationException(f"{name} is empty: give a path")
+            raise UserError(f"{name} is empty: give a path")
         config[name] = type(value)(os.path.expanduser(value))
 
 

@@ -20,7 +20,6 @@ from jsonargparse import ArgumentError, Namespace
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.cli import LightningArgumentParser, SaveConfigCallback
 from pytorch_lightning.loggers import Logger, WandbLogger
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
 
@@ -43,6 +42,7 @@ from lightning_ipu.command.saved_settings import compare_settings, settings_in
 from lightning_ipu.command.scoring import VAL_ACCURACY, VAL_LOSS, Scoring
 from lightning_ipu.command.slowdown import SlowdownWatch
 from lightning_ipu.command.words import file_with
+from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write, read_checkpoint
 from lightning_ipu.loop.events import EventsPerEpoch
 from lightning_ipu.loop.launcher import Launcher
@@ -176,7 +176,7 @@ class CommandLine(Scoring):
         except ArgumentError as error:
             unknown = re.search(r"does not accept option '([\w.]+)'", str(error))
             if unknown and (file := file_with(self.words, unknown[1])):
-                raise MisconfigurationException(f"{file}: {unknown[1]} is no key of {self.command.prog}'s LightningCLI form") from None
+                raise UserError(f"{file}: {unknown[1]} is no key of {self.command.prog}'s LightningCLI form") from None
             raise
         config = self.config[self.config.subcommand]
         check_settings(config)
@@ -190,7 +190,7 @@ class CommandLine(Scoring):
             path = latest_checkpoint(checkpoints)
             if path is None:
                 if self.config.subcommand != "fit":
-                    raise MisconfigurationException(f"ckpt_path=last: there is no checkpoint in {checkpoints}")
+                    raise UserError(f"ckpt_path=last: there is no checkpoint in {checkpoints}")
                 self.signals.say(f"There is nothing to resume in {checkpoints.parent}: the run begins.")
         settings_from = path
         if self.config.subcommand != "fit" and not path and config.checkpoint_input_dir:
@@ -199,7 +199,7 @@ class CommandLine(Scoring):
         if checkpoint is not None:
             self.averaged = averaging.description(checkpoint)
             if self.goes_on and averaging.OF_CHECKPOINTS in checkpoint:
-                raise MisconfigurationException(
+                raise UserError(
                     f"{path} is an average ({self.averaged}), with no training to go on with: resume from one of its checkpoints"
                 )
             self.parser_in_use.set_defaults(self._settings_in(checkpoint, settings_from))
@@ -244,7 +244,7 @@ class CommandLine(Scoring):
         if config.trainer.precision is not None:
             named, half_type = name_and_type(str(config.trainer.precision))
             if config.precision not in ("auto", named) or (config.half_type == "fp16") > (half_type == "fp16"):
-                raise MisconfigurationException(
+                raise UserError(
                     f"precision {config.precision} (half_type {config.half_type}) and trainer.precision {config.trainer.precision} say different"
                     " things; give one of them"
                 )
@@ -273,9 +273,7 @@ class CommandLine(Scoring):
         trainer = super().instantiate_trainer(callbacks=self._callbacks(settings, facts, writes=writes), **kwargs)
         trainer.callbacks.sort(key=lambda callback: not isinstance(callback, EventsPerEpoch))  # first: what it refuses has not begun
         if not isinstance(trainer.strategy, IPUStrategy):
-            raise MisconfigurationException(
-                f"trainer.strategy: {type(trainer.strategy).__name__} has no plan; this command runs under IPUStrategy"
-            )
+            raise UserError(f"trainer.strategy: {type(trainer.strategy).__name__} has no plan; this command runs under IPUStrategy")
         if not trainer.is_global_zero:  # only now that is known, of the first process of another machine, too
             shown = (self.display, *(callback for callback in trainer.callbacks if isinstance(callback, SlowdownWatch)))
             trainer.callbacks = [callback for callback in trainer.callbacks if callback not in shown]
@@ -290,7 +288,7 @@ class CommandLine(Scoring):
         config = self.config[self.subcommand]
         if self.subcommand != "fit":
             if config.epochs is not None:
-                raise MisconfigurationException(f"epochs={config.epochs:g} means nothing to {self.subcommand}, which trains nothing")
+                raise UserError(f"epochs={config.epochs:g} means nothing to {self.subcommand}, which trains nothing")
             return {}, []
         facts = [*self.command.facts(self), *self._training_facts()]
         length, words = run_length(settings, self.datamodule, epochs=config.epochs, usual=self.command.epochs)
@@ -355,7 +353,7 @@ class CommandLine(Scoring):
                 named = {"project": self.command.prog, "name": config.wandb_run_name, "tags": config.wandb_tags}
                 loggers.append(WandbLogger(save_dir=directory, config=config.as_dict(), **named))
             except ModuleNotFoundError:
-                raise MisconfigurationException("wandb needs the package of that name: pip install wandb") from None
+                raise UserError("wandb needs the package of that name: pip install wandb") from None
         return loggers
 
     def begin_output(self, config_yaml: str) -> None:

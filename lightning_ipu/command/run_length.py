@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from jsonargparse import Namespace
 from pytorch_lightning import LightningDataModule
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from lightning_ipu.errors import UserError
 from lightning_ipu.plan import Plan
 from lightning_ipu.strategy import IPUStrategy
 
@@ -41,15 +41,15 @@ def run_length(
         epochs, reason = usual(data)
         return {"max_epochs": epochs}, f"{epochs:,}, {reason}" if reason else f"{epochs:,}"
     if bounded:
-        raise MisconfigurationException(f"epochs={epochs:g} and trainer.max_epochs, max_steps or max_time say different things; give one")
+        raise UserError(f"epochs={epochs:g} and trainer.max_epochs, max_steps or max_time say different things; give one")
     if epochs == float("inf"):
-        raise MisconfigurationException("epochs=inf has no end; give trainer.max_epochs=-1 for a run that is to be stopped by hand")
+        raise UserError("epochs=inf has no end; give trainer.max_epochs=-1 for a run that is to be stopped by hand")
     if epochs == int(epochs):
         return {"max_epochs": int(epochs)}, f"{int(epochs):,}"
     if trainer.limit_train_batches not in (None, 1.0):
-        raise MisconfigurationException(f"epochs={epochs:g}: parts of an epoch do not go with trainer.limit_train_batches; use max_steps")
+        raise UserError(f"epochs={epochs:g}: parts of an epoch do not go with trainer.limit_train_batches; use max_steps")
     if (samples := getattr(data, "num_train_samples", None)) is None:
-        raise MisconfigurationException(f"epochs={epochs:g}: the length of an epoch of {type(data).__name__} is not known; use max_steps")
+        raise UserError(f"epochs={epochs:g}: the length of an epoch of {type(data).__name__} is not known; use max_steps")
     plan = trainer.strategy.plan if isinstance(trainer.strategy, IPUStrategy) else Plan()  # a strategy by its registered name
     plan = replace(plan, micro_batch_size=data.micro_batch_size)
     updates = max(1, round(epochs * plan.updates_in(samples)))
@@ -60,10 +60,10 @@ def limit(subcommand: str, trainer: Namespace, words: Sequence[str]) -> dict[str
     """The Trainer's limit on what is to be done; of a run that was not validated all is, now that somebody asks for it."""
     for name in ("max_epochs", "max_steps"):
         if subcommand == "fit" and trainer[name] == 0:
-            raise MisconfigurationException(f"trainer.{name}=0 trains nothing; give at least 1")
+            raise UserError(f"trainer.{name}=0 trains nothing; give at least 1")
     name, what = _LIMITS[subcommand]
     if trainer[name] != 0:
         return {}
     if subcommand == "fit" or any(word.startswith(f"--trainer.{name}") for word in words):
-        raise MisconfigurationException(f"trainer.{name}=0 leaves nothing to {what}; leave it out, or give at least 1")
+        raise UserError(f"trainer.{name}=0 leaves nothing to {what}; leave it out, or give at least 1")
     return {name: 1.0}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_ipu.command.configs import COMMAND
 from lightning_ipu.command.lifecycle import SETTINGS
+from lightning_ipu.errors import UserError
 from lightning_ipu.loop.position import KEY, check_numbers
 from lightning_ipu.plan import Plan
 
@@ -33,9 +33,9 @@ def settings_in(
     settings = {f"model.{name}": value for name, value in checkpoint.get("hyper_parameters", {}).items() if name not in linked}
     settings |= checkpoint.get(SETTINGS, {})
     if (command := settings.get(COMMAND, prog)) != prog:
-        raise MisconfigurationException(f"{path} is a checkpoint of {command}, not of {prog}: python -m {command} takes it")
+        raise UserError(f"{path} is a checkpoint of {command}, not of {prog}: python -m {command} takes it")
     if unknown := [name for name in settings if name not in known]:
-        raise MisconfigurationException(f"{path} is no checkpoint of {prog}, which has no setting {', '.join(unknown[:3])}")
+        raise UserError(f"{path} is no checkpoint of {prog}, which has no setting {', '.join(unknown[:3])}")
     return settings
 
 
@@ -60,6 +60,4 @@ def compare_settings(config: Namespace, checkpoint: dict[str, Any], saved: dict[
     if different:
         now = ", ".join(f"{name} is {now}" for name, (now, _) in different.items())
         before = ", ".join(str(before) for _, before in different.values())
-        raise MisconfigurationException(
-            f"{now}, but the run to be resumed has {before}: give {before}, or begin a new run without resuming"
-        )
+        raise UserError(f"{now}, but the run to be resumed has {before}: give {before}, or begin a new run without resuming")

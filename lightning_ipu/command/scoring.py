@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from pytorch_lightning.cli import LightningCLI
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from lightning_ipu.command.display import RunDisplay, closing_lines, counted, score_table
@@ -19,6 +18,7 @@ from lightning_ipu.command.output import (
     free_name,
     write_scores,
 )
+from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write, check_writable
 
 VAL_LOSS, VAL_ACCURACY = "val_loss", "val_accuracy"
@@ -116,7 +116,7 @@ class Scoring(LightningCLI):
     def _only(self, results: Sequence[Any] | None, what: str) -> Any:
         """What an evaluation of the one loader gave; an error where the data had nothing to evaluate."""
         if not results:
-            raise MisconfigurationException(f"there is nothing to {what}: {self.datamodule.description} has no samples for it")
+            raise UserError(f"there is nothing to {what}: {self.datamodule.description} has no samples for it")
         return results[0]
 
     def _score_checkpoints(self) -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ class Scoring(LightningCLI):
         paths = list(made.values())
         if (folder := config.checkpoint_input_dir) is not None:
             if not Path(folder).is_dir():
-                raise MisconfigurationException(f"checkpoint_input_dir: there is no directory {folder}")
+                raise UserError(f"checkpoint_input_dir: there is no directory {folder}")
             paths = sorted(Path(folder).glob("*.ckpt"))
             if not paths:
                 warnings.warn(f"there is no checkpoint (*.ckpt) in {folder}", stacklevel=2)
