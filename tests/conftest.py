@@ -9,18 +9,21 @@ import sys
 import warnings
 from pathlib import Path
 
-import loaded  # noqa: F401
 import numpy
 import pytest
-import pytorch_lightning  # noqa: F401 -- sets its own log level when it is imported
-import torch
-from lightning_fabric.utilities import registry
 
 sys.path.insert(0, str(Path(__file__).parent))  # runs.py, for the tests in folders below
-registry.entry_points = functools.cache(registry.entry_points)  # each Trainer reads the metadata of all installed packages
 
 
 def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process only hands out the tests
+    import loaded  # noqa: F401
+    import pytorch_lightning  # noqa: F401 -- sets its own log level when it is imported
+    import torch
+    from lightning_fabric.utilities import registry
+
+    registry.entry_points = functools.cache(registry.entry_points)  # each Trainer reads the metadata of all installed packages
     torch.set_num_threads(1)
     for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -33,6 +36,8 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def own_seed(monkeypatch):
     """Each test has its own global seed and streams: nothing that ran before it decides its numbers."""
+    import torch
+
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     monkeypatch.delenv("PL_SEED_WORKERS", raising=False)
     torch.manual_seed(0)
@@ -47,6 +52,8 @@ def own_seed(monkeypatch):
 def own_process(monkeypatch):
     """What a command sets (handlers of signals, how warnings are shown, threads) ends with the test, as with a process of its own."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    import torch
+
     threads = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with warnings.catch_warnings():

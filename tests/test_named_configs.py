@@ -86,7 +86,7 @@ def test_a_configuration_has_the_numbers_of_its_original(name, capsys):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_configuration_builds_and_takes_a_weight_update(name):
-    few = [] if "infer" in name else ["--gradient-accumulation-factor", "2"]
+    few = [] if "infer" in name else ["--gradient-accumulation-factor", "1"]
     few += [] if name == "resnet8_16ipus_bn_dbn" else ["--replication-factor", "2"]
     settings = settings_of(name, *FEWER, *few)
     options = part(settings, "data.")

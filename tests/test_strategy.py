@@ -635,9 +635,8 @@ def test_the_rate_of_every_update_is_stock_lightnings_whatever_d_and_the_factori
 
     expected, last = rates(100, stock=True)
     assert len(expected) == 20
-    for micro_batch, R, A in ((100, 1, 1), (10, 2, 5), (20, 1, 5), (25, 4, 1)):
-        for D in (1, 2, 16):
-            assert rates(micro_batch, R=R, A=A, D=D) == (expected, last)
+    for micro_batch, R, A, D in ((100, 1, 1, 1), (100, 1, 1, 16), (10, 2, 5, 2), (20, 1, 5, 1), (25, 4, 1, 16)):
+        assert rates(micro_batch, R=R, A=A, D=D) == (expected, last)
     if schedule is cosine_with_warmup:
         assert expected[:5] == pytest.approx([0.025, 0.04375, 0.0625, 0.08125, 0.1]) and last == pytest.approx(0, abs=1e-9)
 
@@ -1004,8 +1003,7 @@ def dropping():
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("after", [1, 4, 6, 7, 12, 18])
+@pytest.mark.parametrize(("after", "workers"), [(1, 0), (4, 0), (6, 0), (7, 2), (12, 2), (18, 0)])
 def test_a_run_that_a_signal_ended_after_any_update_goes_on_as_if_it_had_not(after, workers, tmp_path):
     plan = {"R": 2, "A": 2, "D": 4, "max_epochs": 3}  # 6 updates in an epoch: host steps of 4 and 2
     whole = dropping()

@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 import cifar_ipu.__main__
 import cosmoflow_ipu.__main__
@@ -84,8 +83,7 @@ def test_a_short_run_says_what_it_does_and_where_it_left_it_and_nothing_else(com
 def test_a_run_on_two_processes_says_the_same_shows_the_loss_and_whose_profile_it_is(tmp_path):
     line = f"{CIFAR} --epochs 0.3 --pipeline --processes 2 --profile --log-interval 0.1 --batches-per-step 1 --validation-split 0.1"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    words = [sys.executable, "-m", "cifar_ipu", *line.split()]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run(["-m", "cifar_ipu", *line.split()], cwd=tmp_path, env=environment, timeout=120, spares=1)
     assert done.returncode == 0 and done.stderr == ""
     assert re.search(r"^epoch 1 · update \d+/\d · loss [\d.]+ · lr [\d.]+ · ", done.stdout, re.M), done.stdout
     assert "epoch 2" not in done.stdout  # also while what follows the only one is done

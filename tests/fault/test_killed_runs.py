@@ -19,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("killed.py"))
 KILLS, SEED = int(os.environ.get("KILLS", "3")), int(os.environ.get("KILL_SEED", "1"))
 # Everything that draws or counts: crops and flips, order, stochastic rounding, BatchNorm, replicas, an odd number of updates between saves.
 EPOCHS = 2 if KILLS <= 3 else 3 + KILLS // 3  # every kill comes after a save
-RUN = f"""--dataset SAMPLE --size 8 --precision 16.16 --batch-size 16 --replication-factor 2 --gradient-accumulation-factor 2 --epochs {EPOCHS}
+RUN = f"""--dataset SAMPLE --size 8 --precision 16.16 --batch-size 4 --replication-factor 2 --gradient-accumulation-factor 2 --epochs {EPOCHS}
     --limit-train-batches 40 --valid-per-epoch 2 --limit-val-batches 2 --batches-per-step 4 --num-workers 1 --steps-per-log 3 --optimizer adamw
     --checkpoint-every 3 --keep-last 2 --resume""".split()
 STATUS = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
