@@ -52,6 +52,7 @@ def is_private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__") and name != "_"
 
 
+@cache
 def bound(node: ast.ClassDef) -> set[str]:
     """The private names that a class binds: methods, class attributes, and attributes of `self`."""
     names = {part.name for part in ast.walk(node) if isinstance(part, ast.FunctionDef)}
@@ -108,8 +109,13 @@ def inherited(node: ast.ClassDef, ours: dict[str, ast.ClassDef]) -> tuple[set[st
     return from_libraries, from_us
 
 
+@cache
+def _classes_in(tree: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
 def _classes(trees: Iterable[ast.Module]) -> list[ast.ClassDef]:
-    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [node for tree in trees for node in _classes_in(tree)]
 
 
 @cache
