@@ -30,13 +30,7 @@ from lightning_ipu.command.configs import COMMAND, quote_strings
 from lightning_ipu.command.display import RunDisplay
 from lightning_ipu.command.lifecycle import RunCheckpoints, SignalHandler, latest_checkpoint
 from lightning_ipu.command.messages import is_meant_for_people, keep_quiet, one_line
-from lightning_ipu.command.output import (
-    CHECKPOINTS,
-    CONFIG,
-    MetricsFile,
-    OutputDirectory,
-    free_name,
-)
+from lightning_ipu.command.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name
 from lightning_ipu.command.run_length import limit, run_length
 from lightning_ipu.command.saved_settings import compare_settings, settings_in
 from lightning_ipu.command.scoring import VAL_ACCURACY, VAL_LOSS, Scoring

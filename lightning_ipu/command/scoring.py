@@ -13,11 +13,7 @@ from rich.console import Console
 
 from lightning_ipu.command.display import RunDisplay, closing_lines, counted, score_table
 from lightning_ipu.command.lifecycle import LAST, BestCheckpoint, RunCheckpoints, stages_of
-from lightning_ipu.command.output import (
-    OutputDirectory,
-    free_name,
-    write_scores,
-)
+from lightning_ipu.command.output import OutputDirectory, free_name, write_scores
 from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write, check_writable
 

@@ -9,11 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_ipu.data.order import EVALUATE, EvaluationBatchSampler
 from lightning_ipu.data.samples import LOADER, SeededDataset, rebuilt, refuse_shared_out

@@ -13,14 +13,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all

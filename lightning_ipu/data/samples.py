@@ -7,14 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ipu.data.order import EVALUATE
