@@ -10,6 +10,7 @@ _HOMES = {
     "AveragedWeights": "recipe.averaging",
     "EventsPerEpoch": "loop.events",
     "IPUStrategy": "strategy",
+    "ImageClassifier": "recipe.classifier",
     "Plan": "plan",
     "PlanError": "plan",
     "ProfileReports": "command.profiling",

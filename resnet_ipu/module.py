@@ -58,7 +58,7 @@ class ResNetModule(ImageClassifier):
         pretrained: str | Path | None = None,
         **training: Any,
     ) -> None:
-        super().__init__(**training)
+        super().__init__(network=None, **training)
         if image_size < 1:
             raise UserError(f"image_size={image_size} must be at least 1 pixel")
         if norm_momentum is not None and not 0 < norm_momentum <= 1:

@@ -1,10 +1,14 @@
 """What the image classifiers have in common: cross-entropy and accuracy, and an optimizer with a schedule in weight updates."""
 
+import inspect
 import math
+from types import FrameType
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.core.mixins import HyperparametersMixin
+from pytorch_lightning.utilities.parsing import collect_init_args
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,9 +47,13 @@ def _settled(
 
 
 class ImageClassifier(pl.LightningModule):
-    """Trains the ``network`` that a subclass sets, and all other parameters it has; logs train_, val_ and test_ loss and accuracy (0 to 1).
+    """Trains any network that classifies images, and all other parameters it has; logs train_, val_ and test_ loss and accuracy (0 to 1).
+
+    The network is given, or set by a subclass with ``use``. What a checkpoint holds as its hyperparameters leaves out all arguments that
+    are modules: ``ImageClassifier.load_from_checkpoint(path, network=...)`` is given them again.
 
     Args:
+        network: from images [batch, channels, height, width] to logits [batch, classes], of any number of classes.
         optimizer: sgd, adamw, rmsprop, lars or lamb.
         learning_rate: multiplied by the schedule.
         momentum: of sgd, lars and rmsprop; null is 0.9 for the first two and 0 for rmsprop.
@@ -87,6 +95,7 @@ class ImageClassifier(pl.LightningModule):
     def __init__(
         self,
         *,
+        network: nn.Module | None = None,
         optimizer: Literal["sgd", "adamw", "rmsprop", "lars", "lamb"] = "sgd",
         learning_rate: float = 0.02,
         momentum: float | None = None,
@@ -115,7 +124,8 @@ class ImageClassifier(pl.LightningModule):
         channels_last: bool = True,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["pretrained"])  # the subclass's too, but for a file of weights: a checkpoint has its own
+        # A subclass's arguments too, but for modules and for a file of weights: a checkpoint has weights of its own.
+        self.save_hyperparameters(ignore=["pretrained", *_without_value(inspect.currentframe())])
         if not learning_rate > 0:
             raise UserError(f"learning_rate={learning_rate} must be above 0")
         if not 0 <= label_smoothing <= 1:
@@ -133,9 +143,18 @@ class ImageClassifier(pl.LightningModule):
         check_optimizer(optimizer, **self._optimizer_options)
         self._schedule_options = _given(**{name: self.hparams[name] for name in _OF_SCHEDULES}, staircase=staircase or None)
         check_schedule(schedule, **self._schedule_options)
+        if network is not None:
+            self.use(network)
 
     def setup(self, stage: str) -> None:
-        """Refuse to score mirror images of what, mirrored, is something else; the data module says so by an attribute ``mirrors``."""
+        """Refuse to run without a network, or to score mirror images of what, mirrored, is something else.
+
+        The data module says that by an attribute ``mirrors``.
+        """
+        if type(self).forward is ImageClassifier.forward and not hasattr(self, "network"):
+            raise UserError(
+                f"{type(self).__name__} has no network: give it as network=..., or call use(network) in the subclass's constructor"
+            )
         data = getattr(self.trainer, "datamodule", None)
         if self.hparams.mirror_evaluation and not getattr(data, "mirrors", True):
             raise UserError(
@@ -181,9 +200,15 @@ class ImageClassifier(pl.LightningModule):
 
         Labels are classes [batch], or of mixed images the shares of the classes [batch, classes]; then it is shares that are right.
         """
+        if logits.dim() != 2:
+            raise UserError(f"the network's output has shape {tuple(logits.shape)}, and a classifier's is [batch, classes]")
         predicted = logits.detach().argmax(dim=1)
-        right = predicted == labels if labels.dim() == 1 else labels.gather(1, predicted[:, None])
-        loss = self._loss(logits, labels, label_smoothing)
+        try:
+            right = predicted == labels if labels.dim() == 1 else labels.gather(1, predicted[:, None])
+            loss = self._loss(logits, labels, label_smoothing)
+        except (IndexError, RuntimeError):
+            _check_labels(labels, classes=logits.shape[1])
+            raise
         for name, value in (("loss", loss), ("accuracy", right.float().mean())):
             self.log(f"{split}_{name}", value, prog_bar=True, on_step=split == "train", on_epoch=True, batch_size=len(labels))
         return loss
@@ -205,6 +230,22 @@ class ImageClassifier(pl.LightningModule):
         total, per_epoch = self.trainer.estimated_stepping_batches, updates_per_epoch(self.trainer)
         schedule = build_schedule(optimizer, options.schedule, total=total, updates_per_epoch=per_epoch, **self._schedule_options)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _check_labels(labels: Tensor, *, classes: int) -> None:
+    """Refuse labels that a network of so many outputs does not know; to be called where they led to an error, so that it costs nothing."""
+    if labels.dim() == 2 and labels.shape[1] != classes:
+        raise UserError(f"the labels are shares of {labels.shape[1]} classes, and the network has {classes} outputs")
+    if labels.dim() == 1 and labels.device.type == "cpu" and int(labels.max()) >= classes:
+        raise UserError(f"a label is {int(labels.max())}, and the network has {classes} outputs: labels are 0 to {classes - 1}")
+
+
+def _without_value(frame: FrameType | None) -> list[str]:
+    """Names of a module's arguments that are modules themselves, and `network` where it is not given; the frame is its constructor's."""
+    values: dict[str, Any] = {}
+    for arguments in collect_init_args(frame, [], classes=(HyperparametersMixin,)):
+        values |= arguments
+    return [name for name, value in values.items() if isinstance(value, nn.Module) or name == "network" and value is None]
 
 
 def _given(**options: Any) -> dict[str, Any]:
