@@ -24,9 +24,7 @@ LIGHTNING_BELOW_THE_LOOP: set[str] = set()
 LIGHTNINGS_PRIVATE_NAMES: dict[str, str] = {
     "lightning_ipu/engine/seeding.py": "_compiler_ctx",
 }
-TOO_LONG: set[str] = {
-    "loop.assembly: __init__",
-}
+TOO_LONG: set[str] = set()
 
 
 @cache

@@ -1,1 +1,1 @@
-"""Engines: what carries a plan out. `local` does it in one process, everything in turn."""
+"""The engine: torch alone. One weight update, replicas, stages over processes, schedules, recomputation, seeding, collectives."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_ipu.cutting.call import arguments_of_call, step_around
 from lightning_ipu.cutting.partition import Partition
-from lightning_ipu.engine.pipeline import Kinds, Slice
+from lightning_ipu.engine.kinds import Kinds
+from lightning_ipu.engine.links import Links
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.stages import StageState
+
+_WHAT = "a step of pipeline_validation"
 
 
 class EvaluationPipeline:
@@ -34,27 +36,22 @@ class EvaluationPipeline:
         def make(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Partition:
             return state.cut(args, kwargs, training=False, context=context)
 
-        self._pipeline, self._kinds = (
-            processes.pipeline(),
-            Kinds(make, processes.stages, first=None, device=processes.device, remark=remark),
-        )
+        self._links = Links(processes)
+        self._kinds = Kinds(make, processes.stages, first=None, device=processes.device, remark=remark)
 
     def step(self, step: Callable[[], Any]) -> Any:
         """Run the user's step on a batch; returns its result on the last stage, None elsewhere."""
         with self._context():
-            args, kwargs = arguments_of_call(self._module, step, "a step of pipeline_validation")
-        number = self._kinds.find(args, kwargs)
-        piece = self._kinds.add(self._kinds.described(args, kwargs)) if number is None else self._kinds[number]
-        results: tuple[torch.Tensor, ...] = ()
+            args, kwargs = arguments_of_call(self._module, step, _WHAT)
+        kind, values = self._kinds.find(args, kwargs)
+        piece = self._kinds.cut(kind)  # as every process does by itself
         piece.partition.check_unchanged()
-
-        def forward(_: int, piece: Slice, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            nonlocal results
-            with self._context():
-                results = piece.stage(*(piece.partition.flatten(*args, **kwargs) if self._processes.is_first else values))
-            return results
-
-        self._pipeline.run([(True, 0)], kind=lambda _: piece, forward=forward)
-        if not self._processes.is_last:
-            return None
-        return step_around(self._module, piece.partition.restore(results), step, "a step of pipeline_validation")
+        if not self._processes.is_first:
+            values = piece.arriving.restored(self._links.receive_forward(piece.arriving))
+        with self._context():
+            results = piece.stage(*values)
+        if self._processes.is_last:
+            return step_around(self._module, piece.partition.restore(results), step, _WHAT)
+        self._links.send_forward([result.detach() for result in piece.leaving.laid_out(results)])
+        self._links.finish()
+        return None

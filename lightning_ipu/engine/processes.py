@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
-import signal
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,15 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
-from lightning_ipu.engine.pipeline import Pipeline
 from lightning_ipu.placement import Placement
 from lightning_ipu.plan import PlanError
 
-_pipelines = itertools.count()  # numbers the pipelines, alike in all processes
 _SMALL = 8192  # bytes of a packed value that travel with its length
 
 
@@ -60,13 +55,14 @@ class Processes:
         self.same_stages, self.same_replica = process_groups(device.type, self.count // self.parts, self.parts, dist.group.WORLD)
         self.device = device
 
-    def pipeline(self) -> Pipeline:
-        """The connection between the stages of this replica; all processes must call this."""
-        groups = (self.same_replica,) * 2
-        if self.device.type != "cpu":
-            groups = groups_beside(self.count, self.parts, dist.group.WORLD)
-        groups = (self.same_replica, *groups)
-        return Pipeline(self.part, self.parts, self.peer, groups=groups, device=self.device, number=next(_pipelines))
+    def pipeline_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]:
+        """Groups of the processes with a replica's stages, for what goes forward, for what goes back, and for tensors on the CPU.
+
+        Three where a group does one thing at a time (NCCL); all processes must call this.
+        """
+        if self.device.type == "cpu":
+            return (self.same_replica,) * 3
+        return self.same_replica, *groups_beside(self.count, self.parts, dist.group.WORLD)
 
     @property
     def is_first(self) -> bool:
@@ -138,28 +134,9 @@ class Processes:
         return self.group * self.parts + part
 
 
-def signal_facts(number: int) -> list[float]:
-    """The signal that a process received, 0 for none, encoded so that `signal_in` can read the sum over processes."""
-    return [float(place == number) for place in range(1, signal.NSIG)]
-
-
-def signal_in(sums: list[float]) -> int:
-    """The signal that processes received, 0 for none; of different ones the largest number, SIGTERM rather than SIGINT."""
-    return max((place for place, count in enumerate(sums, start=1) if count), default=0)
-
-
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
     """Apply a function to the tensors in nested tuples, lists and dicts."""
     return tree_map(lambda value: function(value) if isinstance(value, torch.Tensor) else value, values)
-
-
-def all_reduce_flat(tensors: list[torch.Tensor], *, group: dist.ProcessGroup) -> None:
-    """Sum tensors over a group in place, in one reduction for each of their types."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = _flatten_dense_tensors(alike)
-        dist.all_reduce(flat, group=group)
-        torch._foreach_copy_(alike, list(_unflatten_dense_tensors(flat, alike)))
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ class StageState:
         module: the whole network.
         partition: the network cut into stages.
         processes: who holds which stages.
+
+    `own_parameters` and `own_buffers` are the names of what this process holds.
     """
 
     def __init__(self, module: nn.Module, partition: Partition, processes: Processes) -> None:
@@ -40,6 +42,8 @@ class StageState:
         for path, child in module.named_modules():
             for place in (child._parameters, child._buffers):
                 self._places |= {f"{path}.{key}" if path else key: (place, key) for key in place}
+        own = slice(processes.stages.start, processes.stages.stop)
+        self.own_parameters, self.own_buffers = set().union(*partition.parameters[own]), set().union(*partition.buffers[own])
         self._layouts = {name: self._layout(name) for name in sorted(self.owners)}
         self._elsewhere = [name for name in self._layouts if not self.here(name) and name not in partition.unused_buffers]
         self.is_whole = True

@@ -16,25 +16,27 @@ from pytorch_lightning.utilities import GradClipAlgorithmType
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ipu.cutting.balance import stage_table
 from lightning_ipu.cutting.partition import Partition
 from lightning_ipu.cutting.training_step import cut_by_step, measured_splits
 from lightning_ipu.cutting.trial import undisturbed
-from lightning_ipu.engine.distributed import DistributedEngine, PipelineEngine
-from lightning_ipu.engine.local import LocalEngine
+from lightning_ipu.engine.buffers import ReplicaBuffers
+from lightning_ipu.engine.pipeline import PipelinedReplica
 from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
+from lightning_ipu.engine.reduction import ReplicaSums, StageResults, Stopping
+from lightning_ipu.engine.replica import TrainingStep, WholeReplica
 from lightning_ipu.engine.seeding import NamedRandomness
 from lightning_ipu.engine.stages import StageState
+from lightning_ipu.engine.update import Engine, Hooks
 from lightning_ipu.loop.fit import Fit
 from lightning_ipu.loop.logs import LogRecorder, quiet, undone_unless_finished
 from lightning_ipu.loop.metrics import metrics_of, unchanged_metrics
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.plugin import SixteenBit
 from lightning_ipu.randomness import preserved_streams, set_torch_streams, torch_streams
-
-_UPDATE_HOOKS = ("before_zero_grad", "before_backward", "after_backward", "before_optimizer_step")
 
 
 class Progress(Protocol):
@@ -112,14 +114,9 @@ class Assembly:
         pipeline_schedule: str,
         undo: ExitStack,
     ) -> None:
-        self._trainer, self._plan, self._processes, self._recorder = trainer, plan, processes, recorder = (
-            fit.trainer,
-            fit.plan,
-            fit.processes,
-            fit.recorder,
-        )
-        progress, device, seed = fit.progress, fit.device, fit.seed
-        self._device, self._recompute, self._ready, self._schedule = device, recompute, fit.ready, pipeline_schedule
+        trainer, processes = fit.trainer, fit.processes
+        self._fit, self._trainer, self._plan, self._processes, self._recorder = fit, trainer, fit.plan, processes, fit.recorder
+        self._device, self._recompute, self._ready, self._schedule = fit.device, recompute, fit.ready, pipeline_schedule
         self._module = module = trainer.lightning_module
         self.stages: StageState | None = None
         self.splits, self.stage_costs = pipeline_splits, []
@@ -129,59 +126,92 @@ class Assembly:
                 f"recompute=True recomputes nothing in {type(module).__name__}: it is built of bare layers alone. Group them into blocks,"
                 " or name layers, e.g. recompute=['network.0']"
             )
-        self._randomness = NamedRandomness(module, seed=seed, device=device)
-        self._recomputation = Recomputation(module, blocks, randomness=self._randomness, quiet=partial(quiet, recorder))
-
+        self._randomness = NamedRandomness(module, seed=fit.seed, device=fit.device)
+        self._recomputation = Recomputation(module, blocks, randomness=self._randomness, quiet=partial(quiet, fit.recorder))
+        self._step = TrainingStep(
+            self._noted_step() if processes is None else self._shared_step(),
+            context=None if type(precision) is Precision else precision.train_step_context,
+            randomness=self._randomness,
+        )
         ours = precision if isinstance(precision, SixteenBit) else None
-        narrow = ours and ours.narrow_update(optimizer, module, seed=seed)
+        narrow = ours and ours.narrow_update(optimizer, module, seed=fit.seed)
         if narrow:
             undo.callback(narrow.remove)
         self.scaling = ours and ours.scaling
         self.undoes = any(
             isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False) for callback in trainer.callbacks
         )
-        hooks = UpdateHooks(trainer, randomness=self._randomness, recorder=recorder, progress=progress, device=device)
+        hooks = UpdateHooks(trainer, randomness=self._randomness, recorder=fit.recorder, progress=fit.progress, device=fit.device)
         self.lr_scheduler_step = hooks.of_module("lr_scheduler_step")
-        common: dict[str, Any] = {
-            "plan": plan,
-            "module": module,
-            "optimizer": optimizer,
-            "step": self._noted_step() if processes is None else self._shared_step(),
-            "context": None if type(precision) is Precision else precision.train_step_context,
-            "randomness": self._randomness,
-            "hooks": {name: hooks.of(f"on_{name}") for name in _UPDATE_HOOKS},
-            "zero_grad": self._zero_grad(hooks, optimizer),
-            "backward": module.backward if is_overridden("backward", module) else None,
-            "on_micro_batch": fit.count_micro_batch,
-            "scaling": self.scaling,
-            "update_weights": narrow and narrow.step,
-            "undoes": self.undoes,
-        }
-        own = any(is_overridden(name, module) for name in ("configure_gradient_clipping", "lr_scheduler_step"))
-        self.late_hooks = own or any(common["hooks"][name] for name in ("after_backward", "before_optimizer_step"))
-        if processes is not None:
-            common |= {"processes": processes, "stop_signal": lambda: progress.stop_signal or 0, "on_stop": fit.stop.agree}
-            common |= {"should_stop": lambda: trainer.should_stop}
-        self.engine = self._make(common, clip=self._clip(hooks, optimizer))
+        self.engine = self._make(optimizer, hooks, update_weights=narrow and narrow.step)
 
-    def _make(self, common: dict[str, Any], *, clip: Callable[[], None] | None) -> LocalEngine:
-        trainer, processes = self._trainer, self._processes
-        if processes is None:
-            return LocalEngine(**common, clip=clip)
-        if processes.parts == 1:
-            return DistributedEngine(**common, clip=clip)
+    def _make(self, optimizer: Optimizer, hooks: UpdateHooks, *, update_weights: Callable[[int], None] | None) -> Engine:
+        fit, plan, processes, module = self._fit, self._plan, self._processes, self._module
+        update_hooks = Hooks(**{name: hooks.of(f"on_{name}") for name in Hooks._fields})
+        own = any(is_overridden(name, module) for name in ("configure_gradient_clipping", "lr_scheduler_step"))
+        self.late_hooks = bool(own or update_hooks.after_backward or update_hooks.before_optimizer_step)
+        stopping = sums = None
+        if processes is not None:
+            stopping = Stopping(
+                received=lambda: fit.progress.stop_signal or 0, wanted=lambda: fit.trainer.should_stop, on_signal=fit.stop.agree
+            )
+            sums = ReplicaSums(processes, stopping=stopping)
+        in_stages = processes is not None and processes.parts > 1
+        placed = self._in_stages(stopping) if in_stages else self._whole(self._clip(hooks, optimizer))
+        keeps_buffers = plan.replication_factor > 1 or self.scaling is not None or self.undoes
+        return Engine(
+            plan=plan,
+            replicas=range(plan.replication_factor) if processes is None else processes.replicas,
+            optimizer=optimizer,
+            randomness=self._randomness,
+            hooks=update_hooks,
+            buffers=ReplicaBuffers(module, plan.replication_factor, self.stages and self.stages.own_buffers) if keeps_buffers else None,
+            sums=sums,
+            stopping=stopping,
+            zero_grad=self._zero_grad(hooks, optimizer),
+            scaling=self.scaling,
+            update_weights=update_weights,
+            **placed,
+        )
+
+    def _whole(self, clip: Callable[[], None] | None) -> dict[str, Any]:
+        """What of the engine is its own where each process holds whole replicas."""
+        module, plan = self._module, self._plan
+        replica = WholeReplica(
+            self._step,
+            accumulation=plan.gradient_accumulation_factor,
+            per_update=plan.micro_batches_per_update,
+            scaling=self.scaling,
+            backward=module.backward if is_overridden("backward", module) else None,
+            on_micro_batch=self._fit.count_micro_batch,
+        )
+        return {"replica": replica, "clip": clip and (lambda _: clip())}
+
+    def _in_stages(self, stopping: Stopping) -> dict[str, Any]:
+        """What of the engine is its own where this process holds some of the stages of one replica."""
+        trainer, module, processes = self._trainer, self._module, self._processes
         _refuse_in_pipeline(trainer, self._plan, schedule=self._schedule, parts=processes.parts)
-        partition = self._cut(common["step"], common["context"] or nullcontext)
-        self.stages = StageState(self._module, partition, processes)
-        by_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-        return PipelineEngine(
-            **common,
+        self.stages = StageState(module, self._cut(), processes)
+        replica = PipelinedReplica(
+            self._step,
+            module=module,
             state=self.stages,
+            processes=processes,
+            plan=self._plan,
             schedule=self._schedule,
-            clip_norm=trainer.gradient_clip_val if by_norm else None,
-            clip_value=None if by_norm else trainer.gradient_clip_val,
+            scaling=self.scaling,
+            on_micro_batch=self._fit.count_micro_batch,
             remark=rank_zero_warn,
         )
+        results = StageResults(processes, stopping=stopping)
+        if self.scaling is not None:
+            self.scaling.agree = results.all_finite
+        held = {id(parameter) for name, parameter in module.named_parameters() if name in self.stages.own_parameters}
+        clip: Callable[..., None] | None = None
+        if value := trainer.gradient_clip_val:
+            by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+            clip = partial(nn.utils.clip_grad_value_, clip_value=value) if by_value else partial(results.clip_norm, largest=value)
+        return {"replica": replica, "held": held, "share": results.share, "clip": clip}
 
     def _noted_step(self) -> Callable[[Any, int], Any]:
         """The user's step, announced to the recorder of logs."""
@@ -224,7 +254,7 @@ class Assembly:
             return own
         return partial(self._module.configure_gradient_clipping, optimizer, value, algorithm) if value else None
 
-    def _cut(self, step: Callable[[Any, int], Any], context: Callable[[], Any]) -> Partition:
+    def _cut(self) -> Partition:
         """Cut the network into stages by what the user's step calls `self(...)` with for the first micro-batch; in all processes alike."""
         module, trainer, recorder = self._module, self._trainer, self._recorder
         trainer.fit_loop.setup_data()
@@ -240,18 +270,18 @@ class Assembly:
         ):
             partition = cut_by_step(
                 module,
-                step,
+                self._step.step,
                 example=lambda: self._ready(data.example(), 0),
-                splits=partial(self._settled_splits, context=context),
+                splits=self._settled_splits,
                 parts=self._processes.parts,
                 device=self._device,
-                context=context,
+                context=self._step.context,
                 seeded=seeded,
             )
         recorder.muted = muted
         return partition
 
-    def _settled_splits(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: Callable[[], Any]) -> list[str]:
+    def _settled_splits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """The user's splits, or else those that the first process measures."""
         if self.splits:
             return self.splits
@@ -263,7 +293,7 @@ class Assembly:
                     args,
                     kwargs,
                     num_stages=self._plan.num_stages,
-                    context=context,
+                    context=self._step.context,
                     seeded=self._randomness.stand_ins.stood,
                     may_cut_blocks=self._recompute is True,
                 )

@@ -14,9 +14,9 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info
 
 from lightning_ipu.data.host_steps import HostStep, host_steps
 from lightning_ipu.data.training import TrainingData
-from lightning_ipu.engine.local import LocalEngine
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.stages import StageState
+from lightning_ipu.engine.update import Engine
 from lightning_ipu.loop.continuation import latest_metrics
 from lightning_ipu.loop.events import HostEvents, batch_hooks, events_of, validation_interval
 from lightning_ipu.loop.logs import LogRecorder
@@ -51,7 +51,7 @@ class Fit:
     transfer: Transfer = None
     recorder: LogRecorder = None
     metrics: SharedMetrics | None = None  # with several processes
-    engine: LocalEngine | None = None
+    engine: Engine | None = None
     stages: StageState | None = None  # where several processes hold a stage each
     scaling: LossScaling | None = None
     schedules: list[tuple[Any, int]] = field(default_factory=list)  # stepped after every so many weight updates
