@@ -274,7 +274,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     if "profile" in given:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library talks to standard error
 
-    from cifar_ipu.data import ImageDataModule
+    from cifar_ipu.data import ImageDataModule, settle_data_set
     from cifar_ipu.module import CIFARModule
     from lightning_ipu.command.run import Command, run_command
 
@@ -287,6 +287,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
         facts=_facts,
         epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (epochs, None),
         note=lambda line: line.datamodule.caveat,
+        settle=settle_data_set,
     )
     if "test_only" in given:
         arguments = ["test", *arguments[1:]]

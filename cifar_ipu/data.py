@@ -32,6 +32,7 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from filelock import FileLock
+from jsonargparse import Namespace
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -448,6 +449,34 @@ def fetch(name: str, *, data_dir: str | Path) -> None:
         raise DataNotFoundError(f"{name} is not in {data_dir} and was not downloaded ({error}); {_how_to_place(name, folder)}") from error
 
 
+def available_data_set(*, data_dir: str | Path, download: bool | None = None) -> str:
+    """The data set to use where none is named: CIFAR-10, or the embedded sample where that is not to be had, with a warning.
+
+    Args:
+        data_dir: where CIFAR-10 is looked for.
+        download: whether it is downloaded where it is missing; None is no, and says how to have it downloaded.
+    """
+    if is_on_disk("CIFAR-10", data_dir=data_dir):
+        return "CIFAR-10"
+    reason = "is downloaded only where it is named" if download is None else "must not be downloaded"
+    if download:
+        try:
+            fetch("CIFAR-10", data_dir=data_dir)
+            return "CIFAR-10"
+        except DataNotFoundError:
+            reason = "cannot be downloaded"
+    rank_zero_warn(
+        f"no data set is named, CIFAR-10 is not in {data_dir} and {reason}: this run uses a sample, 2,000 + 500 Fashion-MNIST images"
+    )
+    return "SAMPLE"
+
+
+def settle_data_set(settings: Namespace) -> None:
+    """Name the data set in an `ImageDataModule`'s settings where they leave it open: a command downloads CIFAR-10 where it can."""
+    if settings.dataset is None and settings.synthetic is None:
+        settings.dataset = available_data_set(data_dir=Path(settings.data_dir).expanduser(), download=settings.download)
+
+
 def _answering(name: str, file: str) -> None:
     """Raise `OSError` with each server's reason if none of a data set's servers offers the file."""
     failures = []
@@ -716,7 +745,7 @@ class ImageDataModule(pl.LightningDataModule):
 
     Args:
         dataset: CIFAR-10, CIFAR-100 (fine labels), MNIST, FASHION-MNIST, or SAMPLE for the 2,000 + 500 Fashion-MNIST images in this
-            package. None is CIFAR-10 if it is on disk or can be downloaded, which is tried at construction, else SAMPLE with a warning.
+            package. None is CIFAR-10 if it is in `data_dir`, else SAMPLE with a warning; `available_data_set` tries to download it.
         data_dir: Folder with the data set's files, as distributed or unpacked; where missing ones are downloaded to.
         micro_batch_size: Images in a training batch of the loader.
         eval_batch_size: Images in a validation, test or prediction batch; None is `micro_batch_size`.
@@ -841,22 +870,10 @@ class ImageDataModule(pl.LightningDataModule):
         self._normalisation: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def _resolve(self, dataset: str | None) -> str:
-        """The data set to use: CIFAR-10 where none was named, and the embedded sample where that is not to be had."""
+        """The data set to use; where none is named, one that is here already."""
         if dataset is not None:
             return known_data_set(dataset)
-        if self.synthetic is not None or is_on_disk("CIFAR-10", data_dir=self.data_dir):
-            return "CIFAR-10"
-        reason = "must not be downloaded"
-        if self.download:
-            try:
-                fetch("CIFAR-10", data_dir=self.data_dir)
-                return "CIFAR-10"
-            except DataNotFoundError:
-                reason = "cannot be downloaded"
-        rank_zero_warn(
-            f"no data set is named, CIFAR-10 is not in {self.data_dir} and {reason}: this run uses a sample, 2,000 + 500 Fashion-MNIST images"
-        )
-        return "SAMPLE"
+        return "CIFAR-10" if self.synthetic is not None else available_data_set(data_dir=self.data_dir)
 
     @property
     def description(self) -> str:

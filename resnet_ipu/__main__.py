@@ -1032,7 +1032,7 @@ def _divisors(number: int) -> str:
 
 def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
-    from cifar_ipu.data import ImageDataModule
+    from cifar_ipu.data import ImageDataModule, settle_data_set
     from lightning_ipu.command.run import Command, run_command
     from resnet_ipu.data import ImageNetDataModule
     from resnet_ipu.module import ResNetModule
@@ -1050,6 +1050,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
         facts=_facts,
         epochs=lambda data: (EPOCHS_ON_SAMPLE, "chosen for the embedded sample") if data.used_sample else (EPOCHS, None),
         note=lambda line: line.datamodule.caveat,
+        **({} if imagenet else {"settle": settle_data_set}),
     )
     if given.get("dataset") == "IMAGENET" and "synthetic_data" in given and "image_size" not in given:
         import torch

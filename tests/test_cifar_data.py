@@ -278,7 +278,17 @@ def test_without_a_network_a_named_data_set_is_an_error_that_says_what_to_put_wh
         ImageDataModule(dataset="MNIST", data_dir=tmp_path, download=False).setup("fit")
 
 
-def test_without_a_network_and_a_name_the_sample_is_used_and_said_once(no_servers, tmp_path):
+@pytest.mark.parametrize(
+    ("download", "reason"),
+    [(None, "is downloaded only where it is named"), (True, "cannot be downloaded"), (False, "must not be downloaded")],
+)
+def test_a_data_set_that_is_not_here_is_looked_for_only_when_asked_to(no_servers, tmp_path, download, reason):
+    with pytest.warns(UserWarning, match=f"CIFAR-10 is not in .*here and {reason}: this run uses a sample"):
+        assert data.available_data_set(data_dir=tmp_path / "here", download=download) == "SAMPLE"
+    assert not (tmp_path / "here").exists()
+
+
+def test_without_a_name_the_sample_is_used_and_said_once(tmp_path):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         module = ImageDataModule(data_dir=tmp_path / "here")

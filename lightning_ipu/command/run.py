@@ -61,6 +61,7 @@ class Command:
         facts: rows for the table at the start, as (name, value); the first says which network it is.
         epochs: how many to train where nothing says how many, and why, in words, where that is worth a line.
         note: a line to end with that must not be missed, None without one.
+        settle: completes the data module's settings, before anything is built.
         defaults: of LightningCLI's keys, where they are not those of all commands.
     """
 
@@ -71,6 +72,7 @@ class Command:
     facts: Callable[[CommandLine], list[tuple[str, str]]]
     epochs: Callable[[pl.LightningDataModule], tuple[int, str | None]]
     note: Callable[[CommandLine], str | None]
+    settle: Callable[[Namespace], None] = lambda data: None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -230,6 +232,7 @@ class CommandLine(Scoring):
             # The run's list of its images serves again, but none is left in the directory that an evaluation happens to run in.
             folder = self.settings_from and Path(self.settings_from).parent
             config.data.index_dir = str(folder.parent) if folder and folder.name == CHECKPOINTS else None
+        self.command.settle(config.data)
         set_up_machine(**config.machine, processes=self._process_count(on_this_machine=True))
         accelerator = config.trainer.accelerator
         if accelerator == "auto":  # never Apple's or another device that the engine was not made for

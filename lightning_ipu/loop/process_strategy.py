@@ -7,7 +7,7 @@ import os
 from typing import Any, Literal
 
 from pytorch_lightning.accelerators import CPUAccelerator
-from pytorch_lightning.plugins import CheckpointIO, Precision
+from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
 from pytorch_lightning.plugins.environments import TorchElasticEnvironment
 from pytorch_lightning.strategies import DDPStrategy
 from typing_extensions import override
@@ -32,9 +32,18 @@ class ProcessStrategy(DDPStrategy):
 
     def __init__(self, *, plan: Plan, loss_scaling: float | Literal["auto"] | None, stochastic_rounding: bool, **arguments: Any) -> None:
         self.plan, self.loss_scaling, self.stochastic_rounding = plan, loss_scaling, stochastic_rounding
-        if arguments.get("cluster_environment") is None:
-            machine.forget_leftovers()  # before the Trainer looks for a launcher
         super().__init__(**arguments)
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """None until the Trainer has found one; it asks before it looks for a launcher, and what others left is removed then."""
+        if self._cluster_environment is None:
+            machine.forget_leftovers()
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = environment
 
     @property
     @override
