@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_ipu import limits
 from lightning_ipu.cutting.balance import StageCost
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
+from lightning_ipu.cutting.stand_ins import is_one_piece
 from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.buffers import make_room
 from lightning_ipu.engine.processes import Processes, broadcast_state
@@ -208,7 +209,7 @@ class IPUStrategy(ProcessStrategy):
     def _set_up_fit(self, fit: Fit) -> None:
         """Make optimizers and engine, and put this package's loop in the place of Lightning's."""
         trainer, processes = fit.trainer, fit.processes
-        if training.is_compiled(fit.module):
+        if fit.steps_are_compiled or is_one_piece(fit.module):
             limits.check_compiled(fit.module, recompute=self.recompute, parts=processes.parts if processes else 1)
         training.take_over(fit, self._undo)
         try:

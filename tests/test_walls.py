@@ -21,9 +21,7 @@ FILE_LINES, FUNCTION_LINES, NESTING = 450, 60, 4
 UPWARD: set[str] = set()
 CIRCLES: set[str] = set()
 LIGHTNING_BELOW_THE_LOOP: set[str] = set()
-LIGHTNINGS_PRIVATE_NAMES: dict[str, str] = {
-    "lightning_ipu/engine/seeding.py": "_compiler_ctx",
-}
+LIGHTNINGS_PRIVATE_NAMES: dict[str, str] = {}
 TOO_LONG: set[str] = set()
 
 

@@ -39,12 +39,12 @@ class NamedRandomness:
     A compiled module (torch.compile, torch.jit) is seeded as a whole, by its own name: nothing can be seeded inside it.
     """
 
-    def __init__(self, module: nn.Module, *, seed: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, *, seed: int, device: torch.device, steps_are_compiled: bool = False) -> None:
         self._seed, self._device = mix(seed, _STEP), device
         self.stand_ins = StandIns()
         drawing = [(name, child) for name, child in called_modules(module) if is_one_piece(child) or may_draw(child)]
-        if getattr(module, "_compiler_ctx", None) is not None:
-            drawing = []  # a LightningModule whose steps are compiled
+        if steps_are_compiled:
+            drawing = []
         for name, child in drawing:
             seed_streams = seed_torch if is_torchs(child) else seed_all
             self.stand_ins.add(child, partial(self._seeded, child, name_word(name), seed_streams))

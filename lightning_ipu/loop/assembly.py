@@ -126,7 +126,7 @@ class Assembly:
                 f"recompute=True recomputes nothing in {type(module).__name__}: it is built of bare layers alone. Group them into blocks,"
                 " or name layers, e.g. recompute=['network.0']"
             )
-        self._randomness = NamedRandomness(module, seed=fit.seed, device=fit.device)
+        self._randomness = NamedRandomness(module, seed=fit.seed, device=fit.device, steps_are_compiled=fit.steps_are_compiled)
         self._recomputation = Recomputation(module, blocks, randomness=self._randomness, quiet=partial(quiet, fit.recorder))
         self._step = TrainingStep(
             self._noted_step() if processes is None else self._shared_step(),

@@ -88,6 +88,11 @@ class Fit:
         return self.recorder is not None and self.recorder.in_step
 
     @property
+    def steps_are_compiled(self) -> bool:
+        """Whether the module's steps are compiled, by its own `compile()` or torch.compile around its methods."""
+        return self.module._compiler_ctx is not None
+
+    @property
     def replicas(self) -> range:
         """Replicas that run in this process."""
         return range(self.plan.replication_factor) if self.processes is None else self.processes.replicas

@@ -16,7 +16,6 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_ipu.cutting.stand_ins import is_one_piece
 from lightning_ipu.data.host_steps import HostStep, TrainingLoader
 from lightning_ipu.loop import saving
 from lightning_ipu.loop.batches import contents
@@ -308,11 +307,6 @@ def _own_schedules(trainer: Trainer, plan: Plan) -> list[tuple[Any, int]]:
 def updates_of_loggers(trainer: Trainer) -> int:
     """The weight updates that loggers have been told of, in earlier fits of the same trainer."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def is_compiled(module: LightningModule) -> bool:
-    """Whether a module is compiled as a whole, by torch.compile(module) or its own compile()."""
-    return module._compiler_ctx is not None or is_one_piece(module)
 
 
 def ends_by_sigterm(exception: BaseException) -> bool:
