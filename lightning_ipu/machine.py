@@ -17,19 +17,6 @@ from pathlib import Path
 
 from lightning_ipu.errors import UserError
 
-__all__ = [
-    "bound_spinning",
-    "check_processes",
-    "free_memory",
-    "keep_freed_memory",
-    "load",
-    "own_cores",
-    "set_threads",
-    "share_of_cores",
-    "started_rank",
-    "usable_cores",
-]
-
 LAUNCHED_BY_VARIABLE = "LIGHTNING_IPU_LAUNCHED_BY"
 MOST_THREADS = 1024  # of one operation
 GRACE = 10.0  # seconds in which the first process, or one that lost another, may still say what happened, before the others are ended
@@ -266,8 +253,14 @@ def free_memory(*, root: str | Path = "/") -> int:
 
 def _cgroup_quota(root: Path) -> float | None:
     """Cores' worth of time that the control group grants (version 2 or 1, the tightest of all levels above), None without a limit."""
-    quotas = [(_quota_of_version_1 if version == 1 else _quota_of_version_2)(group) for version, group in _control_groups(root, "cpu")]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    quotas = []
+    for version, group in _control_groups(root, "cpu"):
+        if version == 1:
+            quotas.append((_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")))
+        else:
+            quotas.append(_read(group / "cpu.max").partition(" ")[::2])
+    limits = [int(quota) / int(period) for quota, period in quotas if quota.isdigit() and period.isdigit()]  # -1 or max is no limit
+    return min(limits, default=None)
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
@@ -288,16 +281,6 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
             yield version, level
             if level == mount:
                 break
-
-
-def _quota_of_version_2(group: Path) -> float | None:
-    quota, _, period = _read(group / "cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _quota_of_version_1(group: Path) -> float | None:
-    quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None  # -1 means no limit
 
 
 def _read(path: Path) -> str:

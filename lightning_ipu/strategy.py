@@ -247,7 +247,7 @@ class IPUStrategy(ProcessStrategy):
             loader = evaluation_loader(
                 trainer, dataloader, seed=self.seed, processes=self._processes, share=self._evaluation.share, undo=self._undo
             )
-        if isinstance(own := getattr(getattr(loader, "data", loader), "loader", None), Loader):
+        if isinstance(own := getattr(loader, "loader", None), Loader):
             self._loaders.append(own)
         return loader
 

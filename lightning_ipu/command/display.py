@@ -25,8 +25,6 @@ from typing_extensions import override
 
 from lightning_ipu.loop.events import events_of
 
-__all__ = ["RunDisplay", "closing_lines", "counted", "plan_rows", "plan_table", "score_table"]
-
 SECONDS_BETWEEN_LINES = 10.0
 REFRESHES_PER_SECOND = 2.0
 
@@ -232,13 +230,7 @@ class RunDisplay(ProgressBar):
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self._stage_done += 1
 
-    @override
-    def on_test_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._stage_done += 1
-
-    @override
-    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._stage_done += 1
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -249,9 +241,7 @@ class RunDisplay(ProgressBar):
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_stage(trainer)
 
-    @override
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_stage(trainer)
+    on_predict_end = on_test_end
 
     def _begin_stage(self, trainer: pl.Trainer, name: str, batches: Any) -> None:
         self.started = True

@@ -22,8 +22,6 @@ try:
 except ImportError:  # not a POSIX system: directories are then not locked
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["MetricsFile", "OutputDirectory", "free_name", "write_scores"]
-
 CONFIG, METRICS, CHECKPOINTS, SCORES = "config.yaml", "metrics.csv", "checkpoints", "validation.csv"
 TRAIN_REPORT, EVAL_REPORT = "train_report.txt", "eval_report.txt"
 
@@ -218,9 +216,7 @@ def write_scores(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     writer.writeheader()
     writer.writerows({name: value if isinstance(value, str) else _text(value) for name, value in row.items()} for row in rows)
     path = directory / SCORES
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        path.rename(free_name(path))
+    set_aside(path)
     with atomic_write(path, "w") as file:
         file.write(text.getvalue())
     return path
@@ -229,6 +225,12 @@ def write_scores(directory: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 def free_name(path: Path) -> Path:
     """The first of ``name-1.suffix``, ``name-2.suffix``, ... that does not exist."""
     return next(place for n in itertools.count(1) if not (place := path.with_name(f"{path.stem}-{n}{path.suffix}")).exists())
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file, if there is one, to a free name."""
+    if path.exists():
+        path.rename(free_name(path))
 
 
 def _text(value: Any) -> str:

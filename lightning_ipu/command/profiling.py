@@ -12,7 +12,7 @@ from pytorch_lightning.callbacks import Callback
 from torch.profiler import ProfilerActivity, profile
 from typing_extensions import override
 
-from lightning_ipu.command.output import EVAL_REPORT, TRAIN_REPORT, free_name
+from lightning_ipu.command.output import EVAL_REPORT, TRAIN_REPORT, set_aside
 from lightning_ipu.files import atomic_write
 
 EVALUATION_BATCHES = 10
@@ -119,9 +119,7 @@ class ProfileReports(Callback):
 
     def _write(self, trainer: pl.Trainer, name: str) -> None:
         path = Path(trainer.default_root_dir) / name
-        if path.exists():
-            path.rename(free_name(path))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        set_aside(path)
         with atomic_write(path, "w") as file:
             file.write(self._text)
         self._text = None

@@ -45,8 +45,6 @@ from lightning_ipu.precision.names import lightning_precision, name_and_type, re
 from lightning_ipu.recipe import averaging
 from lightning_ipu.strategy import IPUStrategy
 
-__all__ = ["Command", "CommandLine", "run_command"]
-
 OF_A_REPLAY = ("--config", "--resume", "--ckpt_path", "--trainer.default_root_dir")
 
 

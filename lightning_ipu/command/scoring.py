@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lightning_ipu.command.display import RunDisplay, closing_lines, counted, score_table
 from lightning_ipu.command.lifecycle import LAST, BestCheckpoint, RunCheckpoints, stages_of
-from lightning_ipu.command.output import OutputDirectory, free_name, write_scores
+from lightning_ipu.command.output import OutputDirectory, set_aside, write_scores
 from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write, check_writable
 
@@ -100,8 +100,7 @@ class Scoring(LightningCLI):
         predictions = torch.cat(batches) if tensors else batches
         path = Path(self.trainer.default_root_dir) / "predictions.pt"
         if self.trainer.is_global_zero:
-            if path.exists():
-                path.rename(free_name(path))
+            set_aside(path)
             with atomic_write(path) as file:
                 torch.save(predictions, file)
             if tensors and hasattr(self.datamodule, "write_predictions"):

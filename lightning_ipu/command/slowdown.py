@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,8 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 from typing_extensions import override
 
-__all__ = ["SlowdownWatch"]
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Usage:
     """What a process has used so far: seconds of wall time, of CPU time and of waiting for a core, and samples."""
 
@@ -30,20 +29,10 @@ class Usage:
         return cls(wall=time.monotonic(), cpu=time.process_time(), waiting=_seconds_waited(), samples=samples)
 
     def since(self, before: Usage) -> Usage:
-        return Usage(
-            wall=self.wall - before.wall,
-            cpu=self.cpu - before.cpu,
-            waiting=self.waiting - before.waiting,
-            samples=self.samples - before.samples,
-        )
+        return Usage(*map(operator.sub, astuple(self), astuple(before)))
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            wall=self.wall + other.wall,
-            cpu=self.cpu + other.cpu,
-            waiting=self.waiting + other.waiting,
-            samples=self.samples + other.samples,
-        )
+        return Usage(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def rate(self) -> float:

@@ -12,12 +12,12 @@ from lightning_fabric.utilities.data import sized_len
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_ipu.data.order import EVALUATE, EvaluationBatchSampler
-from lightning_ipu.data.samples import LOADER, SeededDataset, rebuilt, refuse_shared_out
+from lightning_ipu.data.samples import LOADER, InPlaceOfLoader, SeededDataset, rebuilt, refuse_shared_out
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix, preserved_streams, seed_all
 
 
-class EvaluationData:
+class EvaluationData(InPlaceOfLoader):
     """A user's loader in validation, test and prediction: every sample once, in its own order, under seeds of its own.
 
     Args:
@@ -65,14 +65,6 @@ class EvaluationData:
             self.loader = rebuilt(loader, seed=seed, dataset=loader.dataset, **order, **batches)
 
     @property
-    def _iterator(self) -> Any:
-        return self.loader._iterator  # as in HostSteps
-
-    @_iterator.setter
-    def _iterator(self, value: None) -> None:
-        self.loader._iterator = value
-
-    @property
     def left_out(self) -> int:
         """Samples that the user's own loader would have left out of the evaluation."""
         if self._sizes is None or type(self.user_loader.batch_sampler) is not BatchSampler or not self.user_loader.drop_last:
@@ -110,8 +102,3 @@ class EvaluationData:
             if not self._is_seeded:
                 seed_all(mix(self.seed, EVALUATE, number))
             return next(batches)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("loader", "user_loader"):
-            raise AttributeError(name)
-        return getattr(self.user_loader, name)

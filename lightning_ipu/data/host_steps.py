@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_ipu.data.samples import InPlaceOfLoader
 from lightning_ipu.data.training import TrainingData
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.randomness import preserved_streams
@@ -121,7 +122,7 @@ def host_steps(
         stream = ahead = None  # ends the loader's workers, whoever still holds a host step
 
 
-class TrainingLoader:
+class TrainingLoader(InPlaceOfLoader):
     """The training loader as Lightning sees it: as long as the epoch has micro-batches.
 
     Lightning's own loop draws nothing from it. Whoever else iterates over it (a callback that shows some of `trainer.train_dataloader`)
@@ -134,7 +135,8 @@ class TrainingLoader:
     """
 
     def __init__(self, data: TrainingData, *, micro_batches: int | None, is_loops: Callable[[Iterator[Any]], bool]) -> None:
-        self.data, self.micro_batches, self._is_loops = data, micro_batches, is_loops
+        self.data, self.loader, self.user_loader = data, data.loader, data.user_loader
+        self.micro_batches, self._is_loops = micro_batches, is_loops
 
     def __len__(self) -> int:
         if self.micro_batches is None:
@@ -146,7 +148,7 @@ class TrainingLoader:
             nonlocal iterator
             looping, iterator = self._is_loops(iterator), None
             if not looping:
-                yield from _undisturbed(self.data.user_loader)
+                yield from _undisturbed(self.user_loader)
 
         iterator = batches()
         return iterator
@@ -157,20 +159,6 @@ class TrainingLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to load."""
-
-    @property
-    def _iterator(self) -> Any:
-        """Through this attribute of a DataLoader Lightning ends persistent workers when a fit ends."""
-        return self.data.loader._iterator
-
-    @_iterator.setter
-    def _iterator(self, value: None) -> None:
-        self.data.loader._iterator = value
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "data":
-            raise AttributeError(name)
-        return getattr(self.data.user_loader, name)
 
 
 def _undisturbed(loader: DataLoader) -> Iterator[Any]:

@@ -21,8 +21,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from lightning_ipu import machine
 from lightning_ipu.files import atomic_write
 
-__all__ = ["Index"]
-
 
 class Index:
     """Findings by name, numpy arrays or what JSON holds, in a file; who uses them checks that they fit the data as they are now.

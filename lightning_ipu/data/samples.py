@@ -106,6 +106,27 @@ def rebuilt(loader: DataLoader, *, seed: int, **changed: Any) -> Loader:
     return Loader(**{**options, **changed, "generator": generator})
 
 
+class InPlaceOfLoader:
+    """Base of what Lightning gets in place of a user's DataLoader: iterates over another `loader`; other attributes are the `user_loader`'s."""
+
+    loader: DataLoader
+    user_loader: DataLoader
+
+    @property
+    def _iterator(self) -> Any:
+        """Lightning ends persistent workers through this attribute."""
+        return self.loader._iterator
+
+    @_iterator.setter
+    def _iterator(self, value: None) -> None:
+        self.loader._iterator = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("loader", "user_loader"):
+            raise AttributeError(name)
+        return getattr(self.user_loader, name)
+
+
 def refuse_shared_out(loader: DataLoader, name: str) -> None:
     if isinstance(loader.sampler, DistributedSampler):
         raise PlanError(

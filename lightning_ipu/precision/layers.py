@@ -17,8 +17,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._pytree import tree_map
 
-__all__ = ["prepare"]
-
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _IN_32_BITS = (nn.Bilinear, nn.AdaptiveLogSoftmaxWithLoss)
 _OF_ONE_TYPE = (nn.EmbeddingBag, nn.LSTM)

@@ -26,13 +26,10 @@ from lightning_ipu.files import atomic_write, check_writable, read_checkpoint
 from lightning_ipu.loop.position import weight_updates_in
 from lightning_ipu.recipe.spectral import renewed_vectors, vectors_in
 
-__all__ = ["AVERAGE", "KEPT", "OF_CHECKPOINTS", "TRAINED", "AveragedWeights", "average_checkpoints", "description", "kept_buffers"]
-
 AVERAGE = "averaged_weights"  # in a checkpoint: an average that follows the training
 TRAINED = "current_model_state"  # in a checkpoint: the weights that training goes on with, where its `state_dict` is the average
 KEPT = "buffers_not_averaged"  # in a checkpoint: names of buffers that are not averaged
 OF_CHECKPOINTS = "average_of_checkpoints"  # in a checkpoint that is one: what of; no run goes on from it
-
 
 _STATISTICS = ("running_mean", "running_var")  # of batch and instance norms, torch's and others'
 
@@ -143,7 +140,7 @@ class AveragedWeights(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._average is not None and self.evaluate == "average":
             self._follow(trainer)
-            average = self._whole(trainer)
+            average = self._whole(trainer, self._average)
             latest = pl_module.state_dict()
             for name, value in renewed_vectors(average, latest).items():
                 latest[name].copy_(value)
@@ -161,22 +158,21 @@ class AveragedWeights(Callback):
 
     # -- checkpoints
 
-    def _whole(self, trainer: pl.Trainer) -> dict[str, Tensor]:
-        """The average of the whole network, in every process; to be called by all of them alike."""
-        merged = getattr(trainer.strategy, "merged", lambda held: held)
-        return merged(self._average)
+    def _whole(self, trainer: pl.Trainer, held: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the processes hold, as one dictionary in every process; all of them must call this."""
+        return getattr(trainer.strategy, "merged", lambda held: held)(held)
 
     @override
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._average is None:
             return
         self._follow(trainer)
-        average = self._whole(trainer)
+        average = self._whole(trainer, self._average)
         checkpoint[AVERAGE] = {"decay": self.decay, "steps": self._steps, "update": self._update, "average": average}
         if self.evaluate == "average":
             trained = checkpoint["state_dict"]
             if self._trained:  # while a validation has the average in their place
-                trained = trained | getattr(trainer.strategy, "merged", lambda held: held)(self._trained)
+                trained = trained | self._whole(trainer, self._trained)
             checkpoint[TRAINED] = trained
             averaged = {name: average[name].to(value.dtype) if name in average else value for name, value in trained.items()}
             # In 32 bits the very tensors of the average, which are written once.
@@ -266,17 +262,17 @@ def average_checkpoints(
 
     newest_path, newest = found[updates[-1]]
     state = newest["state_dict"]
+    for update in updates:
+        _check_alike(found[update][0], found[update][1]["state_dict"], newest_path, state)
     kept = {*newest.get(KEPT, ()), *(name for _, *vectors in vectors_in(state) for name in vectors)}
     sums = {
         name: torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float64))
         for name, value in state.items()
-        if _is_real(value) and name not in kept and any(not _equal(found[k][1]["state_dict"].get(name), value) for k in updates)
+        if _is_real(value) and name not in kept and any(not torch.equal(found[k][1]["state_dict"][name], value) for k in updates)
     }
     for number, update in enumerate(updates):
-        path, checkpoint = found[update]
-        _check_alike(path, checkpoint["state_dict"], newest_path, state)
         for name, total in sums.items():
-            weights = checkpoint["state_dict"][name].to(total.dtype)
+            weights = found[update][1]["state_dict"][name].to(total.dtype)
             if kind == "mean":
                 total.add_(weights / len(updates))
             else:
@@ -332,10 +328,6 @@ def write_average(given: dict[str, Any]) -> str:
     lines = [f"{path}: after weight update {update:,}" for path, update in files]
     lines += [f"{path}: left out, an average itself" for path in averages]
     return "\n".join([*lines, f"{target}: {description(checkpoint)}"])
-
-
-def _equal(one: Tensor | None, other: Tensor) -> bool:
-    return one is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

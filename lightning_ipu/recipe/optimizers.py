@@ -37,6 +37,12 @@ def parameter_groups(module: nn.Module, *, decay_all: bool = False, **decays: fl
     return [group for group in groups if group["params"]]
 
 
+def _evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of a closure, None without one."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 class _DecoupledDecay(Optimizer):
     """Adds -lr · decoupled_decay · w, of the weights before the step, to the step of the optimizer that comes next in line."""
 
@@ -49,10 +55,7 @@ class _DecoupledDecay(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; `closure`, if given, computes loss and gradients first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         decays: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -95,10 +98,7 @@ class _LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             lr, momentum, weight_decay = group["lr"], group["momentum"], group["weight_decay"]
             for parameter in group["params"]:
@@ -171,10 +171,7 @@ class LAMB(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; `closure`, if given, computes loss and gradients first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             (first_beta, second_beta), eps = group["betas"], group["eps"]
             for parameter in group["params"]:
