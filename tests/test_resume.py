@@ -122,6 +122,17 @@ def test_resuming_from_a_checkpoint_of_any_hook_under_another_d_gives_the_uninte
         assert resumed_rows == rows, place
 
 
+def test_a_run_that_is_stopped_twice_within_one_validation_keeps_its_epochs_averages(tmp_path):
+    plan, place = {"D": 3, "check_val_every_n_epoch": None, "val_check_interval": 4, "max_epochs": 1}, None
+    whole = run(tmp_path / "whole", **plan)[1]
+    for folder in ("first", "second"):
+        (tmp_path / folder / "saves").mkdir(parents=True)
+        saves = run(tmp_path / folder, save=tmp_path / folder / "saves", ckpt_path=place, **plan)[2].saves
+        place = next(path for path, hook, *_ in saves if hook == "on_validation_batch_start")
+    again = run(tmp_path / "third", ckpt_path=place, **plan)[1]
+    assert again.callback_metrics == whole.callback_metrics and "loss_epoch" in whole.callback_metrics
+
+
 @pytest.mark.parametrize(
     "callback", [lambda path: OnExceptionCheckpoint(path, "error"), lambda path: ModelCheckpoint(path, "error", save_on_exception=True)]
 )

@@ -154,7 +154,7 @@ class LogRecorder:
                     LightningModule.log(self.module, name, sums[_KEPT[0]], batch_size=1, **options)
                     vars(self._result_of(hook, name, options)).update({key: value.to(self.module.device) for key, value in sums.items()})
                 elif sums is not None:
-                    self._sums[hook, name] = total = _Average()
+                    self._options[hook, name], self._sums[hook, name] = options, (total := _Average())
                     vars(total).update(sums)
                     self._put(hook, name, options, torch.tensor(total.reduced(kind), dtype=torch.float64), kind)
                 if last is not None:
