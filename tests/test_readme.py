@@ -1,5 +1,7 @@
-"""Every command line of the README's tables and listings runs: with options added that shrink it, in the README's order and one directory."""
+"""The README and the pages in docs/: every command line in them runs, shrunk by added options; links lead somewhere; nothing is said twice."""
 
+import argparse
+import ast
 import importlib
 import json
 import os
@@ -15,8 +17,9 @@ import torchvision
 from image_tree import make_tree
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-COMMAND = re.compile(r"`((?:torchrun |python -m \w+_ipu|python benchmarks/)[^`]*)`")
+PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+README = PAGES[ROOT / "README.md"]
+COMMAND = re.compile(r"`((?:torchrun --nproc|python -m \w+_ipu|python benchmarks/)[^`]*)`")
 
 _RESNET = "--dataset SAMPLE --micro-batch-size 8 --limit-val-batches 1 --validation-micro-batch-size 8 --precision 32.32 --weight-updates-per-epoch"
 _ONE, _TWO = f"{_RESNET} 1 --epochs 1", f"{_RESNET} 2"
@@ -24,7 +27,7 @@ _IMAGES = "--size 8 --image-size 16 --micro-batch-size 8 --max-steps 1 --num-wor
 _CNN = "--dataset SAMPLE --precision 32.32 --epochs"
 _UNIVERSES = "--n-train 4 --n-valid 1 --n-epochs 1 --oversample 1 --precision 32.32 --conv-size 2 --micro-batch-size 2"
 
-# What is added to each line so that it takes about a second: later options win. DIR and SHARDS are replaced.
+# What is added to each line so that it takes about a second: later options win. They run in this order, in one directory.
 SHRUNK = {
     "python -m resnet_ipu --size 50 --dataset IMAGENET --data-dir DIR": _IMAGES,
     "python -m resnet_ipu convert DIR SHARDS": "--num-workers 1",
@@ -48,7 +51,13 @@ SHRUNK = {
     "python -m cosmoflow_ipu": _UNIVERSES,
     "python -m resnet_ipu --size 20 --synthetic-data ipu": _ONE.replace("--dataset SAMPLE ", ""),
     "python -m resnet_ipu --size 20 --mixup 0.2 --cutmix 1 --auto-augment trivialaugment --ema 0.999": _ONE,
+    "python -m resnet_ipu": _ONE,
     "python -m resnet_ipu --size 8 --epochs 3 --keep-last 3": f"{_RESNET} 1",
+    "python -m resnet_ipu fit --config resnet50_torchvision_v1 --data.data_dir DIR": (
+        "--data.image_size 32 --data.eval_image_size 32 --data.eval_resize 36 --data.micro_batch_size 2 --data.num_workers 0 --trainer.max_steps 1"
+        " --trainer.limit_val_batches 1 --trainer.strategy.gradient_accumulation_factor 1 --trainer.strategy.replication_factor 1"
+        " --trainer.default_root_dir recipe"
+    ),
     "python -m resnet_ipu average --checkpoint-input-path results --weight-avg-N 3": "",
     "python -m resnet_ipu validate --model.size 50 --model.pretrained resnet50.pth --data.dataset …": (
         "IMAGENET --model.stem imagenet --data.data_dir DIR --data.image_size 32 --data.eval_batch_size 4 --precision 32.32"
@@ -81,12 +90,17 @@ SHRUNK = {
     "python benchmarks/loop_overhead.py": "--rounds 1 --updates 16",
     "python benchmarks/checkpoint.py --size 20 50": "--rounds 1 --size 8",
     "python benchmarks/stochastic_rounding.py": "--rounds 1 --millions 0.1",
+    "python benchmarks/universe.py": "--rounds 1",
 }
-# Benchmarks that start process after process to measure them apart: what they run is run above and in other tests.
+# Benchmarks that take long, or start process after process: their options are read, and what they run is run above and in other tests.
 MEASURED_APART = {
     "python benchmarks/train.py",
     "python benchmarks/pipeline.py --rounds 1 --stage-ms 2 10 30",
     "python benchmarks/recompute.py",
+    "python benchmarks/images.py",
+    "python benchmarks/tfrecord.py",
+    "python benchmarks/cosmoflow.py",
+    "python benchmarks/busy.py --busy 0 --rounds 3",
 }
 # "Add `--processes 2` to run the last two on two processes", under the table of cifar_ipu's original scripts.
 ON_TWO = [f"{line} --processes 2" for line in SHRUNK if "--replicas 2" in line or "--model-shard-position 7" in line]
@@ -94,10 +108,10 @@ PROCESSES = [line for line in SHRUNK if "--processes 2" in line]
 
 
 def published() -> list[str]:
-    """The command lines of the README's tables and listings, in their order, each once."""
+    """The command lines of the README and of docs/, in their order, each once."""
     found = []
-    for line in README.splitlines():
-        found += COMMAND.findall(line) if line.startswith("|") else []
+    for line in (line for page in PAGES.values() for line in page.splitlines()):
+        found += COMMAND.findall(line)
         if line.startswith("python -m") or "/python -m resnet_ipu" in line:
             found.append(re.sub(r" +#.*|^.*\.venv/bin/(?=python -m)", "", line))
     return list(dict.fromkeys(found))
@@ -118,14 +132,79 @@ def words_of(line: str, added: str) -> list[str]:
 
 
 def test_every_line_has_its_rule_and_every_row_of_what_to_type_its_line():
-    assert set(published()) == set(SHRUNK) | MEASURED_APART
+    rules = set(SHRUNK) | MEASURED_APART
+    assert set(published()) == rules, f"give these a rule, or publish them: {set(published()) ^ rules}"
     table = README.partition("## What to type")[2].partition("##")[0]
     rows = [line for line in table.splitlines() if line.startswith("|") and line.strip("|- ")]
     assert rows and all(COMMAND.search(row) for row in rows)
-    assert "Add `--processes 2` to run the last two on two processes" in README and len(ON_TWO) == 2
+    assert any("Add `--processes 2` to run the last two on two processes" in page for page in PAGES.values()) and len(ON_TWO) == 2
 
 
-@pytest.mark.parametrize("line", [line for line in published() if line in SHRUNK and line not in PROCESSES and line[:5] != "torch"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, heading = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        assert not heading or heading in headings(PAGES[file]), f"{page.name} links to {target}: {name or page.name} has no such heading"
+
+
+def test_the_readme_is_short_and_every_page_is_linked_from_the_index():
+    assert len(README.splitlines()) <= 150
+    index = PAGES[ROOT / "docs/README.md"]
+    assert not [page.name for page in PAGES if page.parent.name == "docs" and page.name != "README.md" and f"({page.name}" not in index]
+
+
+def test_no_sentence_stands_in_two_places():
+    seen = {}
+    for page, text in PAGES.items():
+        for sentence in sentences(text):
+            assert sentence not in seen, f"{page.name} says again what {seen[sentence]} says: {sentence}"
+            seen[sentence] = page.name
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code():
+    sources = (ast.parse(path.read_text()) for path in ROOT.glob("*_ipu/**/*.py"))
+    texts = "\n".join(
+        node.value for tree in sources for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    rows = [line.split(" | ")[0] for line in PAGES[ROOT / "docs/troubleshooting.md"].splitlines() if line.startswith("| `")]
+    parts = [part for row in rows for message in re.findall("`([^`]+)`", row) for part in message.split("…")]
+    assert rows and not [part for part in parts if part.strip() not in texts]
+
+
+def headings(text: str) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    found = re.findall(r"^#+ +(.+?) *$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of prose and lists, those of a few words left out."""
+    prose = "\n".join("" if line.startswith(("|", "#")) else re.sub(r"^ *[*-] ", "\n", line) for line in text.splitlines())
+    paragraphs = re.sub(r"```.*?```", "", prose, flags=re.DOTALL).split("\n\n")
+    found = (sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.:]) ", " ".join(paragraph.split())))
+    return [sentence for sentence in found if len(sentence) > 60]
+
+
+@pytest.mark.parametrize("line", sorted(MEASURED_APART))
+def test_a_benchmark_that_is_measured_apart_takes_its_published_options(line, monkeypatch):
+    monkeypatch.setattr(sys, "argv", line.split()[1:])
+    read = argparse.ArgumentParser.parse_args
+
+    def only_read(parser):
+        read(parser)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_read)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / line.split()[1]), run_name="__main__")
+    assert end.value.code == 0
+
+
+@pytest.mark.parametrize("line", [line for line in SHRUNK if line in published() and line not in PROCESSES and line[:5] != "torch"])
 def test_a_published_line_runs(line, place, own_process, monkeypatch, capfd):
     monkeypatch.chdir(place)
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
