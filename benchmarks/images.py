@@ -28,9 +28,10 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from lightning_ipu import machine
+from lightning_ipu.data.index import Index
 from resnet_ipu.convert import convert
-from resnet_ipu.data import ImageNetDataModule, Index
-from resnet_ipu.images import MEAN, STD
+from resnet_ipu.imagenet.images import MEAN, STD
+from resnet_ipu.imagenet.module import ImageNetDataModule
 from resnet_ipu.throughput import Batches, loader_rate
 
 BATCH = 32

@@ -7,10 +7,10 @@ from typing import Any
 _HOMES = {
     "CIFARModule": "module",
     "ImageAugmentation": "augment",
-    "ImageDataModule": "data",
+    "ImageDataModule": "data.module",
     "estimator_cnn": "networks",
     "keras_cnn": "networks",
-    "load_images": "data",
+    "load_images": "data.files",
     "whitened_cnn": "networks",
 }
 __all__ = list(_HOMES)

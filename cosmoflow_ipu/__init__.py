@@ -6,13 +6,13 @@ from typing import Any
 # Public names and the modules they live in, loaded when first used: `--help` needs no torch.
 _HOMES = {
     "CosmoFlow": "networks",
-    "CosmoFlowDataModule": "data",
+    "CosmoFlowDataModule": "data.module",
     "CosmoFlowModule": "module",
     "CosmoResNet": "networks",
     "Universes": "universe",
     "cosmoflow": "networks",
     "power_spectrum": "universe",
-    "write_universes": "data",
+    "write_universes": "data.simulate",
 }
 __all__ = list(_HOMES)
 

@@ -5,8 +5,8 @@ from typing import Any
 
 # Public names and the modules they live in, loaded when first used: `--help` needs no torch.
 _HOMES = {
-    "FolderImages": "data",
-    "ImageNetDataModule": "data",
+    "FolderImages": "imagenet.folders",
+    "ImageNetDataModule": "imagenet.module",
     "Mixing": "augment",
     "ResNet": "networks",
     "ResNetModule": "module",

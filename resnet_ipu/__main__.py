@@ -1034,7 +1034,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
     """Run LightningCLI with this package's classes; returns the exit status."""
     from cifar_ipu.data import ImageDataModule, settle_data_set
     from lightning_ipu.command.run import Command, run_command
-    from resnet_ipu.data import ImageNetDataModule
+    from resnet_ipu.imagenet.module import ImageNetDataModule
     from resnet_ipu.module import ResNetModule
 
     try:

@@ -28,8 +28,11 @@ from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, write_tfrecord
 from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write
 from lightning_ipu.randomness import mix, name_word
-from resnet_ipu.data import MANIFEST, FolderImages, ImageDataset, ImageNetDataModule, synset_words
-from resnet_ipu.images import ImageError, decode, image_facts
+from resnet_ipu.imagenet.dataset import ImageDataset
+from resnet_ipu.imagenet.folders import FolderImages, synset_words
+from resnet_ipu.imagenet.images import ImageError, decode, image_facts
+from resnet_ipu.imagenet.layout import MANIFEST
+from resnet_ipu.imagenet.module import ImageNetDataModule
 
 BYTES_PER_SHARD, MOST_SHARDS = 100e6, 1024
 

@@ -20,6 +20,7 @@ import pytorch_lightning as pl
 import torch
 from torch.nn import functional
 
+import cifar_ipu
 from cifar_ipu import data
 from cifar_ipu.data import DataFileError, DataNotFoundError, ImageDataModule, ImageDataset, load_images, random_words
 
@@ -385,7 +386,7 @@ def test_the_sample_is_balanced_and_its_parts_share_no_image():
     train, test = ({image.numpy().tobytes() for image in splits[split][0]} for split in ("train", "test"))
     assert (len(train), len(test), len(train & test)) == (2000, 500, 0)
     assert [splits[split][1].bincount().tolist() for split in ("train", "test")] == [[200] * 10, [50] * 10]
-    folder = Path(data.__file__).parent / "sample"
+    folder = Path(cifar_ipu.__file__).parent / "sample"
     assert "Zalando" in (folder / "LICENSE").read_text() and sum(path.stat().st_size for path in folder.iterdir()) < 1.2e6
 
 

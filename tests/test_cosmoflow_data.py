@@ -16,7 +16,6 @@ import torch
 from forked import launched
 from runs import fit, make_trainer
 
-from cosmoflow_ipu import data as cosmoflow_data
 from cosmoflow_ipu.data import (
     CosmoDataError,
     CosmoFlowDataModule,
@@ -25,6 +24,7 @@ from cosmoflow_ipu.data import (
     universe_of,
     write_universes,
 )
+from cosmoflow_ipu.data import module as cosmoflow_data
 from cosmoflow_ipu.module import CosmoFlowModule
 from cosmoflow_ipu.universe import Universes
 from lightning_ipu import machine

@@ -27,9 +27,11 @@ from lightning_ipu.command.messages import keep_quiet
 from lightning_ipu.data.tf_example import encode_example
 from lightning_ipu.data.tfrecord import TFRecordError, write_tfrecord
 from resnet_ipu import __main__ as command
-from resnet_ipu import data
-from resnet_ipu.data import ImageNetDataModule
-from resnet_ipu.images import ImageError
+from resnet_ipu.imagenet import index
+from resnet_ipu.imagenet import module as data
+from resnet_ipu.imagenet.folders import class_order
+from resnet_ipu.imagenet.images import MEAN, STD, ImageError
+from resnet_ipu.imagenet.module import ImageNetDataModule
 from resnet_ipu.module import ResNetModule
 
 GOOD = 4 * 10 + len(oddities())  # training images of the tree
@@ -97,8 +99,8 @@ def test_numeric_folders_go_by_number_all_others_by_their_characters(tmp_path):
     found = module(tmp_path)
     assert found.classes == [str(number) for number in range(12)]
     assert found.class_summary == "12: 0 0, 1 1, 2 2, 3 3, 4 4, ..."
-    assert data.class_order(["c10", "c2", "c1"]) == ["c1", "c10", "c2"] == sorted(["c10", "c2", "c1"])
-    assert data.class_order(["007", "7", "10"]) == ["007", "7", "10"]
+    assert class_order(["c10", "c2", "c1"]) == ["c1", "c10", "c2"] == sorted(["c10", "c2", "c1"])
+    assert class_order(["007", "7", "10"]) == ["007", "7", "10"]
 
 
 def test_links_to_classes_count_loops_end_and_strays_are_counted(tmp_path):
@@ -128,7 +130,7 @@ def test_links_to_classes_count_loops_end_and_strays_are_counted(tmp_path):
 def test_a_second_start_reads_the_index_as_long_as_the_folders_are_the_same(tree, tmp_path, monkeypatch):
     shutil.copytree(tree, tmp_path / "data", symlinks=True)
     first = module(tmp_path / "data", index_dir=tmp_path / "out")
-    monkeypatch.setattr(data, "list_images", lambda root: pytest.fail("it was listed again"))
+    monkeypatch.setattr(index, "list_images", lambda root: pytest.fail("it was listed again"))
     again = module(tmp_path / "data", index_dir=tmp_path / "out")
     assert [again.part("train").source.name(n) for n in range(GOOD)] == [first.part("train").source.name(n) for n in range(GOOD)]
     assert again.part("train").source.labels.tolist() == first.part("train").source.labels.tolist()
@@ -148,7 +150,7 @@ def test_of_the_processes_of_a_run_one_looks_for_bad_images_and_the_others_know_
     looks = tmp_path / "looks"
 
     def start() -> tuple[int, list[int]]:
-        decode = data.decode
+        decode = index.decode
 
         def noted(*arguments):
             with looks.open("a") as file:
@@ -156,7 +158,7 @@ def test_of_the_processes_of_a_run_one_looks_for_bad_images_and_the_others_know_
             time.sleep(0.02)
             return decode(*arguments)
 
-        data.decode = noted
+        index.decode = noted
         images = module(tmp_path / "data", on_bad_image="skip", index_dir=tmp_path / "out" if keeps else None)
         return images.num_train_samples, sorted(images.bad_images["train"])
 
@@ -262,11 +264,11 @@ def test_names_that_are_no_text_are_shown_and_never_end_a_run(tmp_path, monkeypa
 
 def test_pixels_are_normalised_by_imagenets_constants_on_the_host_or_on_the_device_alike(tree):
     on_device, on_host = module(tree), module(tree, eight_bit_transfer=False)
-    assert (data.MEAN, data.STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert (MEAN, STD) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     pixels, labels = on_device.part("train").seeded_batch([3, 1], seed=1, epoch=2)
     assert pixels.dtype == torch.uint8 and pixels.is_contiguous(memory_format=torch.channels_last)
     images, _ = on_device.on_after_batch_transfer((pixels, labels), 0)
-    mean, std = torch.tensor(data.MEAN, dtype=torch.float64), torch.tensor(data.STD, dtype=torch.float64)
+    mean, std = torch.tensor(MEAN, dtype=torch.float64), torch.tensor(STD, dtype=torch.float64)
     expected = (pixels.double().permute(0, 2, 3, 1) / 255 - mean) / std
     assert (images.permute(0, 2, 3, 1) - expected).abs().max() < 1e-5 and images.dtype == torch.float32
     assert images.is_contiguous(memory_format=torch.channels_last)
@@ -313,7 +315,7 @@ def test_evaluation_may_have_a_size_of_its_own(tree):
 def test_torchvisions_weights_score_as_in_torchvisions_own_evaluation(tree, tmp_path):
     theirs = torchvision.models.resnet18(num_classes=4).eval()
     torch.save(theirs.state_dict(), tmp_path / "weights.pth")
-    steps = [v2.Resize(73), v2.CenterCrop(64), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(data.MEAN, data.STD)]
+    steps = [v2.Resize(73), v2.CenterCrop(64), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     folder = torchvision.datasets.ImageFolder(tree / "val", v2.Compose(steps))
     with torch.no_grad():
         expected = theirs(torch.stack([image for image, _ in folder])).softmax(dim=1)
@@ -368,7 +370,7 @@ class _Seen(ResNetModule):
 
 
 def _numbers(batch) -> list[int]:
-    mean, std = data.MEAN[0], data.STD[0]
+    mean, std = MEAN[0], STD[0]
     return [round(float((image[0].mean() * std + mean) * 255)) for image in batch[0]]
 
 

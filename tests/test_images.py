@@ -10,7 +10,7 @@ from image_tree import BAD, encoded, oddities, photo, with_orientation, without_
 from PIL import Image
 from torchvision.transforms import v2
 
-from resnet_ipu import images
+from resnet_ipu.imagenet import images
 
 PICTURE = photo(100)
 

@@ -301,7 +301,7 @@ if __name__ == "__main__":
     for name in (
         "torch.distributed.run",
         "lightning_ipu.command.run",
-        "resnet_ipu.data",
+        "resnet_ipu.imagenet.module",
         "resnet_ipu.module",
         "cifar_ipu.data",
         "cifar_ipu.module",

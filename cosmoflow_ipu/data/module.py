@@ -1,4 +1,4 @@
-"""Volumes of particle counts with the parameters of their universes: simulated here, or read from CosmoFlow's TFRecord files.
+"""The data module of CosmoFlow: universes simulated here, or read from its TFRecord files.
 
 Simulated universes are written as the files that the real data set consists of and read back by the same reader. Counts stay int16 until they
 are on the device. Records, not files, are what is shuffled and shared out, so any number of readers can share any number of files; training
@@ -10,13 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import mmap
 import os
-import re
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -25,354 +20,24 @@ from typing import Any, Literal
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from filelock import FileLock
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
-from cosmoflow_ipu.universe import PARAMETERS, REDSHIFTS, Universes, cut
+from cosmoflow_ipu.data.cache import CubeCache
+from cosmoflow_ipu.data.dataset import CubeDataset, DummyDataset
+from cosmoflow_ipu.data.files import CHANNELS, SPLITS, CosmoDataError, find_files, read_cube, sample_size_of, universe_of
+from cosmoflow_ipu.data.progress import progress
+from cosmoflow_ipu.data.simulate import FIRST_INDEX, file_name, spread_of, write_universes
+from cosmoflow_ipu.universe import Universes
 from lightning_ipu import machine
 from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.index import Index
-from lightning_ipu.data.tf_example import encode_example, only_bytes, only_floats, parse_example
-from lightning_ipu.data.tfrecord import TFRecordError, TFRecords, write_tfrecord
+from lightning_ipu.data.tfrecord import TFRecordError, TFRecords
 from lightning_ipu.errors import UserError
-from lightning_ipu.files import atomic_write
 from lightning_ipu.randomness import mix, name_word
 
-CHANNELS = len(REDSHIFTS)  # in every file
-SPLITS = ("train", "validation", "test")
-FIRST_INDEX = {"train": 0, "validation": 1_000_000, "test": 2_000_000}  # of a split's universes: more of one never become another's
-SETTINGS = "universes.json"  # what a folder of simulated universes holds
-
-_AUGMENT, _SPLIT, _DUMMY = (name_word(name) for name in ("cube symmetry", "universe split", "dummy cube"))
-
-Batch = tuple[Tensor, Tensor]  # counts [batch, channels, size, size, size] int16; targets [batch, 4] float32 from -1 to 1
-
-
-class CosmoDataError(UserError):
-    """Data that are not there or cannot be used together; the message names the folder or file and what would help."""
-
-
-# -- simulated universes ------------------------------------------------------------------------------------------------------
-
-
-def write_universes(
-    folder: Path, universes: Universes, *, sample_size: int, indices: dict[str, range], pack: bool = False, workers: int | None = None
-) -> None:
-    """Simulate the universes that are not in `folder` yet, each to a file `SPLIT/universe-INDEX.tfrecord` of its cubes.
-
-    An interrupted call leaves whole files only, and the next one goes on where it ended.
-
-    Args:
-        folder: is made where it is missing.
-        universes: the family they belong to.
-        sample_size: voxels along each side of the cubes that a box is cut into; divides `universes.cells`.
-        indices: for each split the numbers of its universes.
-        pack: write the files with gzip.
-        workers: processes; None is one for each core that this one may use.
-
-    Raises:
-        CosmoDataError: a folder that holds universes of another family or cut.
-        OSError: a file that cannot be written.
-    """
-    machine.check_processes(workers or 0, "num_workers")
-    settings = {**asdict(universes), "sample_size": sample_size, "parameters": list(PARAMETERS), "redshifts": list(REDSHIFTS)}
-    with _locked(folder):
-        _check_settings(folder, settings)
-        missing = []
-        for split, numbers in indices.items():
-            (folder / split).mkdir(parents=True, exist_ok=True)
-            for part in (folder / split).glob(".*.part"):  # of a process that was killed
-                part.unlink()
-            there = set(os.listdir(folder / split))
-            missing += [(folder / split / name, index) for index in numbers if (name := _file_name(index)) not in there]
-        if not missing:
-            return
-        if not (folder / SETTINGS).exists():
-            with atomic_write(folder / SETTINGS, "w") as file:
-                file.write(json.dumps(settings, indent=1) + "\n")
-        workers = min(workers if workers is not None else machine.usable_cores(), len(missing) // 4)
-        writing = _Writing(missing, universes, sample_size, pack)
-        loader = DataLoader(
-            writing, batch_size=None, num_workers=workers if workers > 1 else 0, prefetch_factor=4 if workers > 1 else None,
-            generator=torch.Generator(),
-        )  # fmt: skip
-        with _progress(f"simulating {len(missing):,} universes", len(missing)) as advance:
-            for fault in loader:
-                if fault is not None:
-                    raise fault
-                advance(1)
-
-
-def _file_name(index: int) -> str:
-    return f"universe-{index:07d}.tfrecord"
-
-
-class _Writing(Dataset):
-    """Writes a universe to its file when it is asked for; a DataLoader's workers make a pool of that. Gives what went wrong, or None."""
-
-    def __init__(self, missing: list[tuple[Path, int]], universes: Universes, sample_size: int, pack: bool) -> None:
-        self.missing, self.universes, self.sample_size, self.pack = missing, universes, sample_size, pack
-
-    def __len__(self) -> int:
-        return len(self.missing)
-
-    def __getitem__(self, number: int) -> Exception | None:
-        path, index = self.missing[number]
-        try:
-            targets = self.universes.targets(index)
-            cubes = cut(self.universes.counts(index), self.sample_size).numpy()
-            records = (encode_example({"x": cube.astype("<i2", copy=False).tobytes(), "y": targets}) for cube in cubes)
-            write_tfrecord(path, records, pack=self.pack)
-        except (OSError, ValueError) as error:  # handed over: raised in a worker it would arrive as a page of text
-            return error
-        return None
-
-
-def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    try:
-        there = json.loads((folder / SETTINGS).read_text())
-    except FileNotFoundError:
-        return
-    except ValueError as error:
-        raise CosmoDataError(f"{folder / SETTINGS} cannot be read ({error}): choose another folder, or delete this one") from None
-    if differing := [name for name in settings if there.get(name) != settings[name]]:
-        name = differing[0]
-        raise CosmoDataError(
-            f"{folder} holds universes of {name} {there.get(name)}, not {settings[name]}: choose another folder, or delete this one"
-        )
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time makes the universes of a folder; a second one waits, and finds them."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".simulating.lock")
-        lock.acquire()
-    except OSError as error:
-        raise CosmoDataError(f"cannot write simulated universes to {folder}: {error.strerror or error}") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, a line every ten seconds elsewhere; gives the function to call with what has been done."""
-    if sys.stdout.isatty():
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True) as bar:
-            task = bar.add_task(what, total=total)
-            yield functools.partial(bar.advance, task)
-        return
-    done, shown = 0, time.monotonic()
-
-    def advance(number: int) -> None:
-        nonlocal done, shown
-        done += number
-        if time.monotonic() - shown > 10:
-            shown = time.monotonic()
-            print(f"{what}: {done:,}/{total:,}", flush=True)
-
-    yield advance
-
-
-# -- files --------------------------------------------------------------------------------------------------------------------
-
-
-def find_files(folder: Path) -> dict[str, list[Path]]:
-    """TFRecord files by split: those of the sub-folders train, validation and test, or, as train alone, those in the folder itself.
-
-    Hidden files, which operating systems leave behind, are passed over. Raises CosmoDataError where there are none.
-    """
-    if not folder.is_dir():
-        raise CosmoDataError(f"data_dir {folder} is not there; give the folder that holds train/ and validation/ with .tfrecord files")
-    found = {split: _tfrecords(folder / split) for split in SPLITS}
-    if not any(found.values()):
-        found = {"train": _tfrecords(folder)}
-    if not found["train"]:
-        raise CosmoDataError(f"data_dir {folder} has no .tfrecord files, neither in train/ nor directly")
-    return {split: paths for split, paths in found.items() if paths}
-
-
-def _tfrecords(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    names = sorted(name for name in os.listdir(folder) if re.search(r"\.tfrecords?(\.gz|\.gzip)?$", name) and not name.startswith("."))
-    return [folder / name for name in names]
-
-
-def universe_of(path: str | os.PathLike[str]) -> str:
-    """The universe that a file's cubes are from: its name without the three digits that number the cubes of one."""
-    return re.sub(r"(_\d{3})?\.tfrecords?(\.gz|\.gzip)?$", "", os.path.basename(path))
-
-
-def read_cube(records: TFRecords, index: int, into: np.ndarray) -> np.ndarray:
-    """Copy the counts of a record into a uint8 array and return its targets (4,) float32.
-
-    Raises TFRecordError for a record that is damaged or not of CosmoFlow's form: `x` the bytes of int16 counts, `y` four floats within 1.
-    """
-    record = records[index]
-    try:
-        features = parse_example(record)
-        into[:] = np.frombuffer(only_bytes(features, "x", length=into.size), dtype=np.uint8)
-        targets = only_floats(features, "y", count=4)
-        if np.abs(targets).max() > 1:
-            raise UserError(f"feature 'y' must lie between -1 and 1, not {targets.tolist()}")
-        if (least := into.view("<i2").min()) < 0:
-            raise UserError(f"feature 'x' has a count of {least}: these are no particle counts in int16")
-    except ValueError as error:
-        raise records.error(index, str(error)) from None
-    return targets
-
-
-def sample_size_of(path: Path) -> int:
-    """Voxels along each side of the cubes in a file. Raises TFRecordError where its first record is not of CosmoFlow's form."""
-    records = TFRecords([path])
-    try:
-        features = parse_example(records[0])
-        length = len(only_bytes(features, "x")) // (2 * CHANNELS)
-    except TFRecordError:
-        raise
-    except ValueError as error:
-        raise records.error(0, str(error)) from None
-    size = round(length ** (1 / 3))
-    if size**3 != length:
-        raise records.error(0, f"feature 'x' has {2 * CHANNELS * length:,} bytes, which are no cube of {CHANNELS} int16 counts a voxel")
-    return size
-
-
-# -- samples ------------------------------------------------------------------------------------------------------------------
-
-
-class CubeCache:
-    """Cubes and targets kept in memory as they are read, int16, the first `capacity` of them; worker processes forked later share it.
-
-    Memory is taken as it is filled. In a process that was not forked but started anew the cache is empty and stays so.
-    """
-
-    def __init__(self, *, capacity: int, nbytes: int) -> None:
-        self.capacity, self.nbytes = capacity, nbytes
-        self._make(capacity)
-
-    def _make(self, capacity: int) -> None:
-        self._slots = np.frombuffer(mmap.mmap(-1, max(1, capacity * (self.nbytes + 16))), dtype=np.uint8)[: capacity * (self.nbytes + 16)]
-        self._slots = self._slots.reshape(capacity, self.nbytes + 16)
-        self._filled = np.frombuffer(mmap.mmap(-1, max(1, capacity)), dtype=np.uint8)[:capacity]
-
-    def get(self, number: int, into: np.ndarray) -> np.ndarray | None:
-        """Copy cube `number` into a uint8 array and return its targets, or None where it is not here."""
-        if number >= len(self._filled) or not self._filled[number]:
-            return None
-        into[:] = self._slots[number, : self.nbytes]
-        return self._slots[number, self.nbytes :].view(np.float32)
-
-    def put(self, number: int, cube: np.ndarray, targets: np.ndarray) -> None:
-        """Keep a cube, if it is one of the first `capacity`."""
-        if number < len(self._filled):
-            self._slots[number, : self.nbytes] = cube
-            self._slots[number, self.nbytes :] = targets.view(np.uint8)
-            self._filled[number] = 1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"capacity": self.capacity, "nbytes": self.nbytes}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make(0)
-
-
-class CubeDataset(Dataset):
-    """Cubes of some records, with one of their 48 symmetries each where asked for.
-
-    `__getitem__` draws from torch's global random stream, as any data set does; `seeded_batch` collates a whole micro-batch, whose
-    randomness is a pure function of (seed, epoch, index).
-
-    Args:
-        records: the files' records.
-        rows: which of them, in order.
-        size: voxels along each side.
-        channels: how many of the redshifts, the latest first.
-        augment: turn and mirror each cube at random: a universe has no direction.
-        cache: where cubes are kept once they were read; None without one.
-    """
-
-    def __init__(
-        self, *, records: TFRecords, rows: np.ndarray, size: int, channels: int, augment: bool, cache: CubeCache | None = None
-    ) -> None:
-        self.records, self.rows, self.size, self.channels, self.augment, self.cache = records, rows, size, channels, augment, cache
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Counts (channels, size, size, size) int16 and targets (4,) float32."""
-        counts, targets = self._read([index], lambda _: int(torch.randint(48, ())))
-        return counts[0], targets[0]
-
-    def seeded_batch(self, indices: Sequence[int], *, seed: int, epoch: int) -> Batch | TFRecordError:
-        """Counts (batch, channels, size, size, size) int16 and targets (batch, 4) float32 of the samples `indices`.
-
-        In a loader's worker a bad record is returned, not raised: the data module raises it where it arrives as one line.
-        """
-        try:
-            return self._read(indices, lambda index: mix(seed, _AUGMENT, epoch, index) % 48)
-        except TFRecordError as error:
-            if get_worker_info() is None:
-                raise
-            return error
-
-    def _read(self, indices: Sequence[int], symmetry: Callable[[int], int]) -> Batch:
-        shape = (self.size, self.size, self.size, CHANNELS)
-        counts = np.empty((len(indices), *shape), dtype="<i2")
-        targets = np.empty((len(indices), 4), dtype=np.float32)
-        turned = np.empty(shape, dtype="<i2") if self.augment else None
-        for place, index in enumerate(indices):
-            cube = counts[place] if turned is None else turned
-            into = cube.reshape(-1).view(np.uint8)
-            found = None if self.cache is None else self.cache.get(index, into)
-            if found is None:
-                found = read_cube(self.records, int(self.rows[index]), into)
-                if self.cache is not None:
-                    self.cache.put(index, into, found)
-            targets[place] = found
-            if turned is not None:
-                turn(turned, symmetry(index), into=counts[place])
-        return torch.from_numpy(counts[..., : self.channels]).permute(0, 4, 1, 2, 3), torch.from_numpy(targets)
-
-
-_ORDERS = ((0, 1, 2), (1, 2, 0), (2, 0, 1), (1, 0, 2), (0, 2, 1), (2, 1, 0))
-
-
-def turn(cube: np.ndarray, symmetry: int, *, into: np.ndarray) -> None:
-    """Write one of the 48 turned and mirrored forms of a cube (n, n, n, 4) int16, all channels alike; number 0 is the cube itself."""
-    # A voxel's four counts are moved as one number of eight bytes.
-    cube, into = cube.view(np.int64)[..., 0], into.view(np.int64)[..., 0]
-    flips = tuple(slice(None, None, -1 if symmetry >> axis & 1 else 1) for axis in range(3))
-    into[...] = cube.transpose(_ORDERS[symmetry >> 3])[flips]
-
-
-class DummyDataset(Dataset):
-    """One cube of random counts with one random target, over and over: loading costs nothing, and there is nothing to learn."""
-
-    def __init__(self, *, samples: int, size: int, channels: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(mix(seed, _DUMMY))
-        cube = torch.poisson(torch.ones(size, size, size, channels), generator=generator).to(torch.int16)
-        self.samples, self.counts = samples, cube.permute(3, 0, 1, 2)
-        self.targets = 2 * torch.rand(4, generator=generator) - 1
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.counts, self.targets
-
-    def seeded_batch(self, indices: Sequence[int], *, seed: int, epoch: int) -> Batch:
-        return self.counts.expand(len(indices), -1, -1, -1, -1), self.targets.expand(len(indices), -1)
+_SPLIT = name_word("universe split")
 
 
 class CosmoFlowDataModule(pl.LightningDataModule):
@@ -483,7 +148,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
             if sample_size not in (None, self.input_size):
                 raise UserError(f"sample_size={sample_size}, but the cubes in {self.data_dir} have {self.input_size} voxels a side")
             if spread is None:
-                self.physical_spread = _spread_of(self.data_dir)
+                self.physical_spread = spread_of(self.data_dir)
             return
         self.n_train = n_train or 2000
         self.n_valid = max(1, self.n_train // 10) if n_valid is None else n_valid
@@ -601,7 +266,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         if self.dataset_name == "dummy":
             return DummyDataset(samples=wanted, size=self.input_size, channels=self.in_channels, seed=self.seed)
         if self.universes is not None:
-            paths = [self.folder / split / _file_name(index) for index in self.indices([split])[split]]
+            paths = [self.folder / split / file_name(index) for index in self.indices([split])[split]]
             records = TFRecords(paths)
             rows = np.arange(wanted)
             if len(records) < wanted:
@@ -662,7 +327,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
     def _look_through(self, split: str) -> tuple[TFRecords, np.ndarray]:
         """A split's records and the numbers of those to use: all of them, or with on_bad_record skip those that are good."""
         paths, skipping = self._files[split], self.on_bad_record == "skip"
-        with _progress(f"looking through {len(paths):,} {split} files", len(paths)) as advance:
+        with progress(f"looking through {len(paths):,} {split} files", len(paths)) as advance:
             records = TFRecords(paths, tolerant=skipping, progress=advance)
         if not skipping:
             return records, np.arange(len(records))
@@ -684,7 +349,7 @@ class CosmoFlowDataModule(pl.LightningDataModule):
     def _good_of(self, records: TFRecords, split: str) -> tuple[np.ndarray, list[str]]:
         """Read all records: the numbers of the good ones, and what is wrong with the others and with files."""
         bad, good, cube = [str(fault) for fault in records.damage], [], np.empty(self.input_size**3 * CHANNELS * 2, dtype=np.uint8)
-        with _progress(f"reading {len(records):,} {split} records", len(records)) as advance:
+        with progress(f"reading {len(records):,} {split} records", len(records)) as advance:
             for number in range(len(records)):
                 try:
                     read_cube(records, number, cube)
@@ -751,39 +416,3 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         if isinstance(batch, TFRecordError):
             raise TFRecordError(*batch.__reduce__()[1])
         return batch
-
-
-class _Batches(Dataset):
-    """A part's micro-batches in one order; a loader's workers read whole ones."""
-
-    def __init__(self, part: CubeDataset, order: list[list[int]]) -> None:
-        self.part, self.order = part, order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.part.seeded_batch(self.order[number], seed=0, epoch=0)
-
-
-def reading_rates(data: CosmoFlowDataModule, *, epochs: int) -> Iterator[tuple[float, float]]:
-    """Read the training set in a random order and do nothing else: (GB/s of counts, samples/s) of each epoch."""
-    part, size = data.train_dataloader().dataset, data.micro_batch_size
-    for epoch in range(epochs):
-        order = torch.randperm(len(part), generator=torch.Generator().manual_seed(epoch)).tolist()
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        loader = DataLoader(_Batches(part, batches), batch_size=None, num_workers=data.num_workers, generator=torch.Generator())
-        start, nbytes = time.perf_counter(), 0
-        for batch in loader:
-            counts, _ = data.on_before_batch_transfer(batch, 0)
-            nbytes += counts.nbytes
-        seconds = time.perf_counter() - start
-        yield nbytes / seconds / 1e9, len(order) / seconds
-
-
-def _spread_of(folder: Path) -> float | None:
-    """The spread that a folder of simulated universes was made with; None for files from elsewhere."""
-    try:
-        return json.loads((folder / SETTINGS).read_text())["spread"]
-    except (OSError, ValueError, KeyError):
-        return None
