@@ -154,6 +154,30 @@ def test_a_checkpoint_on_an_error_within_an_update_holds_what_was_before_it(call
     assert again.callback_metrics == trainer.callback_metrics  # averages and a metric over the whole epoch
 
 
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "lr_scheduler_step"])
+def test_a_checkpoint_on_an_error_between_two_updates_holds_the_statistics_of_the_one_before_it(hook, tmp_path):
+    class Failing(Net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler.StepLR(optimizer, 1), "interval": "step"}}
+
+        def lr_scheduler_step(self, *_):
+            if hook == "lr_scheduler_step" and len(self.seen) == 2 * 4:
+                raise RuntimeError("a bad rate")
+
+        def on_before_zero_grad(self, optimizer):
+            if hook == "on_before_zero_grad" and len(self.seen) == 2 * 4:
+                raise RuntimeError("a bad gradient")
+
+    keep = OnExceptionCheckpoint(tmp_path, "error")
+    with pytest.raises(RuntimeError, match="a bad"):
+        fit(Failing(lambda: blocks(norm=True)), loader(classes(53), 2), callbacks=keep, enable_checkpointing=True, A=4, D=3)
+    saved = torch.load(tmp_path / "error.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
+    counters = [value.item() for name, value in saved["state_dict"].items() if name.endswith("num_batches_tracked")]
+    assert counters and set(counters) == {2 * 4}
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

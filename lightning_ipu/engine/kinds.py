@@ -43,6 +43,7 @@ class Wire:
         rooms = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         begins = list(accumulate(rooms, initial=_ALIGNED))
         self.size = begins[-1] if may_pack and begins[-1] <= _PACKED else 0
+        self._gaps = [room - size for room, size in zip(rooms, sizes, strict=True)]
         self._spans = list(zip(begins, (begin + size for begin, size in zip(begins, sizes, strict=False)), strict=False))
 
     def laid_out(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -54,12 +55,21 @@ class Wire:
         return values if self._sorted else [value.permute(back) for value, back in zip(values, self._back, strict=True)]
 
     def pack(self, number: int, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One message of a number and, but where it is alone, the tensors laid out."""
-        message = torch.empty(self.size, dtype=torch.uint8)
-        message[:8].view(torch.int64).fill_(number)
-        for value, (begin, end) in zip(values, self._spans, strict=False):
-            message[begin:end].view(value.dtype).view(value.shape).copy_(value)
-        return message
+        """One message of a number and tensors that are laid out."""
+        head = torch.zeros(_ALIGNED // 8, dtype=torch.int64)
+        head[0] = number
+        parts = [head.view(torch.uint8)]
+        for value, gap in zip(values, self._gaps, strict=True):
+            parts.append(value.reshape(-1).view(torch.uint8))
+            if gap:
+                parts.append(torch.zeros(gap, dtype=torch.uint8))
+        return torch.cat(parts)
+
+    def pack_alone(self, number: int) -> torch.Tensor:
+        """A message as long as one with tensors, of a number."""
+        message = torch.zeros(self.size // 8, dtype=torch.int64)
+        message[0] = number
+        return message.view(torch.uint8)
 
     def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a message, as views of it."""
@@ -108,12 +118,17 @@ class Kinds:
         self._make, self._stages, self._device, self._remark = make, stages, device, remark
         self._added = 0
         self._alike: dict[Any, dict[int, Any]] = {}  # by shapes: what else makes the kind of each number
+        self._of_tensors: dict[Any, int] = {}  # the numbers of those whose arguments are tensors alone, by shapes
         self._cut: OrderedDict[int, tuple[Any, Slice]] = OrderedDict()
         if first is not None:
             self._keep(first, *flatten(first.call))
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | bytes, list[torch.Tensor]]:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | bytes, Sequence[torch.Tensor]]:
         """The number of a call's kind, or, where it is new, the call without its tensors' values, for `cut`; and the call's tensors."""
+        if not kwargs and all(type(value) is torch.Tensor for value in args):  # as most calls are
+            number = self._of_tensors.get(_shapes(args))
+            if number is not None:
+                return number, args
         tensors, (leaves, tree) = flatten((args, kwargs))
         for number, (others, other_tree) in self._alike.get(_shapes(tensors), {}).items():
             if tree == other_tree and all(a is b or a == b for a, b in zip(leaves, others, strict=True)):
@@ -148,9 +163,14 @@ class Kinds:
         piece = Slice(number, partition, self._stages, may_pack=self._device.type == "cpu")
         shapes = _shapes(tensors)
         self._alike.setdefault(shapes, {})[number], self._cut[number] = structure, (shapes, piece)
+        args, kwargs = unflatten(tensors, structure)
+        if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
+            self._of_tensors[shapes] = number
         if len(self._cut) > _KEPT:
             oldest, (shapes, _) = self._cut.popitem(last=False)
             del self._alike[shapes][oldest]
+            if self._of_tensors.get(shapes) == oldest:
+                del self._of_tensors[shapes]
         if self._added == _MANY:
             self._remark(
                 f"self(...) was called with {_MANY} different shapes or other arguments, and the network is cut into stages again for each;"

@@ -52,7 +52,7 @@ class Links:
             return
         word = -len(kind) if isinstance(kind, bytes) else kind
         if before.leaving.size:  # which the neighbour waits for
-            self._send([before.leaving.pack(word, ())], self._behind, self._forward, self._sent_forward)
+            self._send([before.leaving.pack_alone(word)], self._behind, self._forward, self._sent_forward)
         else:
             self._announce(torch.tensor([word]), _KIND)
         if isinstance(kind, bytes):
