@@ -31,6 +31,7 @@ from lightning_ipu.command.display import RunDisplay
 from lightning_ipu.command.lifecycle import RunCheckpoints, SignalHandler, latest_checkpoint
 from lightning_ipu.command.messages import is_meant_for_people, keep_quiet, one_line
 from lightning_ipu.command.output import CHECKPOINTS, CONFIG, MetricsFile, OutputDirectory, free_name
+from lightning_ipu.command.own_classes import clear_error, with_own_classes
 from lightning_ipu.command.run_length import limit, run_length
 from lightning_ipu.command.saved_settings import compare_settings, settings_in
 from lightning_ipu.command.scoring import VAL_ACCURACY, VAL_LOSS, Scoring
@@ -61,6 +62,7 @@ class Command:
         note: a line to end with that must not be missed, None without one.
         settle: completes the data module's settings, before anything is built.
         defaults: of LightningCLI's keys, where they are not those of all commands.
+        own: which of "model" and "data" are any classes, given by their paths; see `own_classes`.
     """
 
     prog: str
@@ -72,6 +74,7 @@ class Command:
     note: Callable[[CommandLine], str | None]
     settle: Callable[[Namespace], None] = lambda data: None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    own: frozenset[str] = frozenset()
 
 
 def run_command(command: Command, arguments: Sequence[str], *, line: type[CommandLine] | None = None) -> int:
@@ -86,7 +89,7 @@ def run_command(command: Command, arguments: Sequence[str], *, line: type[Comman
         signals.install()
         signals.listen()
         try:
-            (line or CommandLine)(command, list(arguments), signals=signals)
+            (line or CommandLine)(with_own_classes(command, arguments), list(arguments), signals=signals)
         except Exception as error:
             if not is_meant_for_people(error):
                 raise
@@ -145,6 +148,8 @@ class CommandLine(Scoring):
                 },
                 seed_everything_default=0,
                 parser_kwargs={"prog": f"python -m {command.prog}", "exit_on_error": False},
+                subclass_mode_model="model" in command.own,
+                subclass_mode_data="data" in command.own,
                 auto_configure_optimizers=False,
                 args=arguments,
             )
@@ -171,7 +176,7 @@ class CommandLine(Scoring):
             unknown = re.search(r"does not accept option '([\w.]+)'", str(error))
             if unknown and (file := file_with(self.words, unknown[1])):
                 raise UserError(f"{file}: {unknown[1]} is no key of {self.command.prog}'s LightningCLI form") from None
-            raise
+            raise clear_error(error) or error from None
         config = self.config[self.config.subcommand]
         check_settings(config)
         path = config.get("ckpt_path")
@@ -196,7 +201,8 @@ class CommandLine(Scoring):
                 raise UserError(
                     f"{path} is an average ({self.averaged}), with no training to go on with: resume from one of its checkpoints"
                 )
-            self.parser_in_use.set_defaults(self._settings_in(checkpoint, settings_from))
+            known, settings = self.parser_in_use.get_defaults(), self._settings_in(checkpoint, settings_from)
+            self.parser_in_use.set_defaults({name: value for name, value in settings.items() if name in known})
             super().parse_arguments(parser, args)
             check_settings(self.config[self.config.subcommand])
         self.ckpt_path = None if path is None else str(path)
@@ -212,7 +218,7 @@ class CommandLine(Scoring):
 
     def _settings_in(self, checkpoint: dict[str, Any], path: str | Path) -> dict[str, Any]:
         known = self.parser_in_use.get_defaults()
-        return settings_in(checkpoint, path, prog=self.command.prog, links=self.command.links, known=known)
+        return settings_in(checkpoint, path, prog=self.command.prog, links=self.command.links, known=known, own=self.command.own)
 
     # -- settling what was left open, before anything is built
 
@@ -252,10 +258,10 @@ class CommandLine(Scoring):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         config, settings = self.config[self.subcommand], self.config_init[self.subcommand].trainer
-        if hasattr(self.datamodule, "dataset_name"):
+        if "data" not in self.command.own:
             config.data.dataset = self.datamodule.dataset_name  # a replay must not look for another one
-        if getattr(self.datamodule, "classes", None):
-            config.data.classes = self.datamodule.classes  # the network's outputs keep their meaning, whatever folders it meets
+            if getattr(self.datamodule, "classes", None):
+                config.data.classes = self.datamodule.classes  # the network's outputs keep their meaning, whatever folders it meets
         length, facts = self._length_and_facts(settings)
         self._watch_nothing_unlogged(settings)
         kwargs |= {**length, "accelerator": self.accelerator, "precision": self.precision, **limit(self.subcommand, settings, self.words)}
@@ -324,8 +330,8 @@ class CommandLine(Scoring):
             callbacks.append(self.display)
         callbacks.append(SlowdownWatch())
         if writes:
-            kept = {f"data.{name}": value for name, value in config.data.as_dict().items()} | {"precision": config.precision}
-            kept |= {"half_type": config.half_type, COMMAND: self.command.prog}
+            kept = {} if "data" in self.command.own else {f"data.{name}": value for name, value in config.data.as_dict().items()}
+            kept |= {"precision": config.precision, "half_type": config.half_type, COMMAND: self.command.prog}
             fit = self.config_init[self.subcommand]
             self.checkpoints = RunCheckpoints(
                 Path(settings.default_root_dir) / CHECKPOINTS,
@@ -398,9 +404,12 @@ class CommandLine(Scoring):
     def _training_facts(self) -> list[tuple[str, str]]:
         """Rows for the table: how the weights are moved, from which seed, and where the results go."""
         options, config = self.model.hparams, self.config[self.subcommand]
+        recipe = []
+        if "model" not in self.command.own:
+            rate = f"{options.learning_rate:g} at its peak, schedule {options.schedule}"
+            recipe = [("optimizer", options.optimizer), ("learning rate", rate)]
         return [
-            ("optimizer", options.optimizer),
-            ("learning rate", f"{options.learning_rate:g} at its peak, schedule {options.schedule}"),
+            *recipe,
             ("seed", "none" if config.seed_everything is False else f"{config.seed_everything}"),
             ("output directory", config.trainer.default_root_dir),
         ]

@@ -48,7 +48,7 @@ def run_length(
         return {"max_epochs": int(epochs)}, f"{int(epochs):,}"
     if trainer.limit_train_batches not in (None, 1.0):
         raise UserError(f"epochs={epochs:g}: parts of an epoch do not go with trainer.limit_train_batches; use max_steps")
-    if (samples := getattr(data, "num_train_samples", None)) is None:
+    if (samples := getattr(data, "num_train_samples", None)) is None or not hasattr(data, "micro_batch_size"):
         raise UserError(f"epochs={epochs:g}: the length of an epoch of {type(data).__name__} is not known; use max_steps")
     plan = trainer.strategy.plan if isinstance(trainer.strategy, IPUStrategy) else Plan()  # a strategy by its registered name
     plan = replace(plan, micro_batch_size=data.micro_batch_size)

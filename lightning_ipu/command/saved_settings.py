@@ -19,7 +19,13 @@ MOVABLE = ("data.data_dir", "data.index_dir", "data.num_workers")  # settings th
 
 
 def settings_in(
-    checkpoint: dict[str, Any], path: str | Path, *, prog: str, links: Sequence[tuple[str, str]], known: Container[str]
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    *,
+    prog: str,
+    links: Sequence[tuple[str, str]],
+    known: Container[str],
+    own: Container[str] = (),
 ) -> dict[str, Any]:
     """The settings that a checkpoint was trained with, by LightningCLI's keys; those of another command are refused.
 
@@ -28,13 +34,20 @@ def settings_in(
         prog: the command.
         links: (attribute of the data module, argument of the model) that are the same thing; such arguments are left out.
         known: the command's keys.
+        own: which of "model" and "data" are classes of the user's own, whose settings the checkpoint has as far as they save them.
     """
-    linked = {argument for _, argument in links} | {"_instantiator"}
-    settings = {f"model.{name}": value for name, value in checkpoint.get("hyper_parameters", {}).items() if name not in linked}
+    linked = {argument for _, argument in links} | {"_instantiator", "_class_path"}
+    hyperparameters = checkpoint.get("hyper_parameters", {})
+    model, class_path = "model.init_args" if "model" in own else "model", hyperparameters.get("_class_path")
+    settings = {f"{model}.{name}": value for name, value in hyperparameters.items() if name not in linked}
+    if class_path is not None:
+        if "model" not in own:
+            raise UserError(f"{path} is a checkpoint of {class_path}: give --model {class_path}")
+        settings["model.class_path"] = class_path
     settings |= checkpoint.get(SETTINGS, {})
     if (command := settings.get(COMMAND, prog)) != prog:
         raise UserError(f"{path} is a checkpoint of {command}, not of {prog}: python -m {command} takes it")
-    if unknown := [name for name in settings if name not in known]:
+    if unknown := [name for name in settings if name not in known and not ("model" in own and name.startswith("model."))]:
         raise UserError(f"{path} is no checkpoint of {prog}, which has no setting {', '.join(unknown[:3])}")
     return settings
 
@@ -47,10 +60,11 @@ def compare_settings(config: Namespace, checkpoint: dict[str, Any], saved: dict[
     different = {}
     if (numbers := checkpoint.get(KEY, {}).get("numbers")) is not None and hasattr(config.trainer.strategy, "init_args"):
         factors = {name: config.trainer.strategy.init_args[name] for name in ("replication_factor", "gradient_accumulation_factor")}
-        check_numbers(numbers, Plan(micro_batch_size=config.data.micro_batch_size, **factors))
+        if "micro_batch_size" in config.data:  # else the loader's, which the strategy compares
+            check_numbers(numbers, Plan(micro_batch_size=config.data.micro_batch_size, **factors))
     for name, before in saved.items():
         section, _, key = name.partition(".")
-        now = config.get(name)
+        now = config.get(name, before)  # a class of the user's own may save what is no argument
         if now == before or name in MOVABLE or section not in ("model", "data"):
             continue
         if section == "model":

@@ -111,7 +111,8 @@ class Scoring(LightningCLI):
     def _only(self, results: Sequence[Any] | None, what: str) -> Any:
         """What an evaluation of the one loader gave; an error where the data had nothing to evaluate."""
         if not results:
-            raise UserError(f"there is nothing to {what}: {self.datamodule.description} has no samples for it")
+            data = getattr(self.datamodule, "description", type(self.datamodule).__name__)
+            raise UserError(f"there is nothing to {what}: {data} has no samples for it")
         return results[0]
 
     def _score_checkpoints(self) -> list[dict[str, Any]]:
