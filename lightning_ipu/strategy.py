@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from lightning_ipu import limits
 from lightning_ipu.cutting.balance import StageCost
+from lightning_ipu.cutting.call_wrappers import is_one_piece
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
-from lightning_ipu.cutting.stand_ins import is_one_piece
 from lightning_ipu.data.workers import Loader
 from lightning_ipu.engine.buffers import make_room
 from lightning_ipu.engine.processes import Processes, broadcast_state
@@ -220,7 +220,7 @@ class IPUStrategy(ProcessStrategy):
             raise limits.several_optimizers("several") from None
         self.setup_precision_plugin()
         limits.check_optimizers(self.optimizers)
-        gathering = {"gather": processes.gathered, "speaker": processes.parts - 1} if processes else {}
+        gathering = {"gather": processes.gathered, "last_stage_rank": processes.parts - 1} if processes else {}
         fit.recorder = LogRecorder(fit.module, self.progress.latest, **gathering)
         fit.recorder.muted = processes is not None and not processes.is_last  # the last stage runs the whole step
         assembly = Assembly(
@@ -356,7 +356,7 @@ class IPUStrategy(ProcessStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._fit.unheard.close()
+        self._fit.without_repeated_hook.close()
         if self._stages is not None:
             self._stages.fetch()
 

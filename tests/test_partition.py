@@ -18,7 +18,7 @@ from lightning_ipu.cutting.partition import cut
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.engine.recomputation import Recomputation
 from lightning_ipu.engine.seeding import NamedRandomness
-from lightning_ipu.loop.logs import LogRecorder, quiet
+from lightning_ipu.loop.logs import LogRecorder, without_logs
 from lightning_ipu.plan import PlanError
 from resnet_ipu.module import ResNetModule
 from resnet_ipu.networks import resnet
@@ -320,7 +320,7 @@ def test_recomputed_blocks_and_hooks_of_the_network_work_in_its_stages():
     whole = run_whole(module, args, kwargs, randomness)
     module.load_state_dict(start)
     blocks = ["down.0", "down.1", "up.0", "up.1"]
-    Recomputation(module, blocks, randomness=randomness, quiet=partial(quiet, LogRecorder(ResNetModule(size="8"))))
+    Recomputation(module, blocks, randomness=randomness, without_logs=partial(without_logs, LogRecorder(ResNetModule(size="8"))))
     partition = cut(module, args, kwargs, splits=["down.2.1", "up.1"])
     seen.clear()
     assert_same(run_staged(partition, [(0,), (1,), (2,)], module, args, kwargs, randomness), whole)

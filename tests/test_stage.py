@@ -16,7 +16,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
 from lightning_ipu.engine.seeding import NamedRandomness
-from lightning_ipu.loop.logs import LogRecorder, quiet
+from lightning_ipu.loop.logs import LogRecorder, without_logs
 from lightning_ipu.plan import PlanError
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def recomputed(module: nn.Module, blocks: list[str]) -> Recomputation:
     """A module whose blocks are recomputed, at the beginning of a step."""
     randomness = NamedRandomness(module, seed=1, device=CPU)
     randomness.begin(0, 0, 0)
-    return Recomputation(module, blocks, randomness=randomness, quiet=partial(quiet, LogRecorder(Net(lambda: nn.Identity()))))
+    return Recomputation(module, blocks, randomness=randomness, without_logs=partial(without_logs, LogRecorder(Net(lambda: nn.Identity()))))
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:

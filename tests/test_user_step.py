@@ -11,7 +11,7 @@ from torchmetrics import ClasswiseWrapper, MeanMetric, MetricCollection, SumMetr
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from lightning_ipu.loop.batches import samples_in
-from lightning_ipu.loop.logs import names_apart
+from lightning_ipu.loop.logs import differing_names
 from lightning_ipu.loop.metrics import SharedMetrics, metric_states
 from lightning_ipu.plan import PlanError
 
@@ -389,7 +389,7 @@ def test_progress_shows_the_latest_values_while_a_host_step_runs():
 
 def test_values_of_processes_are_compared_by_name():
     nan = math.nan
-    assert names_apart([{"a": 1.0, "a_epoch": 1.0, "b": nan, "c": nan, "d": 1.0}, {"a": 2.0, "a_epoch": 2.0, "b": nan, "c": 0.0}]) == [
+    assert differing_names([{"a": 1.0, "a_epoch": 1.0, "b": nan, "c": nan, "d": 1.0}, {"a": 2.0, "a_epoch": 2.0, "b": nan, "c": 0.0}]) == [
         "a",
         "c",
     ]

@@ -1,1 +1,1 @@
-"""A network into stages: its forward written down, cut, and balanced by measured cost."""
+"""Cut a network into stages: trace its forward, cut it, balance the stages by measured cost."""

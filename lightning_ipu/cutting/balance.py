@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ipu.cutting.partition import Partition
-from lightning_ipu.cutting.record import MakeContext, Record
-from lightning_ipu.cutting.recorder import Untraceable, called_as_a_whole
 from lightning_ipu.cutting.tensors import example
+from lightning_ipu.cutting.trace import MakeContext, Trace
+from lightning_ipu.cutting.tracer import Untraceable, called_as_a_whole
 from lightning_ipu.cutting.trial import borrowed
 from lightning_ipu.plan import PlanError
 
@@ -68,18 +68,18 @@ def balanced_splits(
     Raises:
         PlanError: the network has too few places to cut, or its forward cannot be cut at all.
     """
-    record = _deep_record(module, args, kwargs or {}, context, training=True)
-    evaluated = _deep_record(module, args, kwargs or {}, context, training=False).called
-    candidates = {name: place for name, place in _candidates(record).items() if evaluated[name] == 1}
+    trace = _deep_trace(module, args, kwargs or {}, context, training=True)
+    evaluated = _deep_trace(module, args, kwargs or {}, context, training=False).called
+    candidates = {name: place for name, place in _candidates(trace).items() if evaluated[name] == 1}
     if num_stages > len(candidates) + 1:
         places = ", ".join(candidates) or "none"
         raise PlanError(
             f"num_stages={num_stages} needs {num_stages - 1} cuts, but {type(module).__name__} has {len(candidates)} places for one: {places}"
         )
-    parts = Partition(record, list(candidates), list(candidates.values()))
+    parts = Partition(trace, list(candidates), list(candidates.values()))
     seconds, activations = _measure(parts, args, kwargs or {}, context)
-    sent = [sum(record.spec(node).bytes for node in nodes) for nodes in parts._crossings[1:-1]]
-    returned = [sum(record.spec(node).bytes for node in nodes if record.spec(node).requires_grad) for nodes in parts._crossings[1:-1]]
+    sent = [sum(trace.spec(node).bytes for node in nodes) for nodes in parts._crossings[1:-1]]
+    returned = [sum(trace.spec(node).bytes for node in nodes if trace.spec(node).requires_grad) for nodes in parts._crossings[1:-1]]
     cuts = choose_cuts(seconds, [(there + back) / bandwidth for there, back in zip(sent, returned, strict=True)], num_stages)
 
     sizes = dict(module.named_parameters(remove_duplicate=False))
@@ -145,8 +145,8 @@ def choose_cuts(seconds: list[float], transfer: list[float], num_stages: int) ->
     return best[count][1][1:]
 
 
-def _deep_record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: MakeContext, *, training: bool) -> Record:
-    """Write a forward down as deep as it can be: kinds of modules that cannot be gone into are taken whole."""
+def _deep_trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], context: MakeContext, *, training: bool) -> Trace:
+    """Trace a forward as deep as possible; modules of a type whose inside cannot be traced are one node each."""
     whole: set[type] = {nn.MultiheadAttention}
 
     def goes_into(name: str, child: nn.Module) -> bool:
@@ -154,30 +154,30 @@ def _deep_record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     while True:
         try:
-            return Record(module, args, kwargs, goes_into, training=training, context=context)
+            return Trace(module, args, kwargs, goes_into, training=training, context=context)
         except Untraceable as refusal:
             if refusal.module is module or type(refusal.module) in whole:
                 raise
             whole.add(type(refusal.module))
 
 
-def _candidates(record: Record) -> dict[str, int]:
+def _candidates(trace: Trace) -> dict[str, int]:
     """The submodules before which a network may be cut, and their places in the order of execution."""
-    module, begins = record.module, dict(reversed(record.entries))
-    tied = [(min(places), max(places)) for key, places in record.uses.items() if isinstance(key, str) or key in record.names]
-    state_from = min((places[0] for key, places in record.uses.items() if key in record.names), default=0)
+    module, begins = trace.module, dict(reversed(trace.entries))
+    tied = [(min(places), max(places)) for key, places in trace.uses.items() if isinstance(key, str) or key in trace.names]
+    state_from = min((places[0] for key, places in trace.uses.items() if key in trace.names), default=0)
     found: dict[int, str] = {}
-    for name, place in record.entries:
-        crossing = record.crossing(place)
+    for name, place in trace.entries:
+        crossing = trace.crossing(place)
         around = [".".join(name.split(".")[:depth]) for depth in range(1, name.count(".") + 1)]
         if (
             place not in found
             and place > state_from
-            and record.called[name] == 1
+            and trace.called[name] == 1
             and next(module.get_submodule(name).parameters(), None) is not None
             and not any(first < place <= last for first, last in tied)
-            and not record.aliased(place)
-            and all(len(crossing) <= len(record.crossing(begins[outer])) for outer in around if outer in begins)
+            and not trace.aliased(place)
+            and all(len(crossing) <= len(trace.crossing(begins[outer])) for outer in around if outer in begins)
         ):
             found[place] = name
     return {name: place for place, name in sorted(found.items())}
@@ -188,7 +188,7 @@ def _measure(parts: Partition, args: tuple[Any, ...], kwargs: dict[str, Any], co
 
     Once to warm up, then up to three times or for five seconds; the fastest counts.
     """
-    module = parts._record.module
+    module = parts._trace.module
     device = next(module.parameters()).device
     stages = parts.stages
     parameters = [[tensor for tensor in stage.parameters() if tensor.requires_grad] for stage in stages]

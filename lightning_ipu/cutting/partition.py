@@ -1,6 +1,6 @@
 """Cut a network into stages before the submodules that are named to begin one.
 
-The record of a forward is split before each named submodule. Every value that is still needed later crosses the cut, so that skip connections may
+The trace of a forward is split before each named submodule. Every value that is still needed later crosses the cut, so that skip connections may
 span whole stages and a cut may fall inside a residual block. A stage calls the network's own submodules, with their names, state and hooks.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_ipu.cutting.record import MakeContext, Record
 from lightning_ipu.cutting.splits import check_names
 from lightning_ipu.cutting.tensors import buffer_places, flatten, unflatten
+from lightning_ipu.cutting.trace import MakeContext, Trace
 from lightning_ipu.cutting.trial import Uses
 from lightning_ipu.plan import PlanError
 
@@ -30,11 +30,11 @@ class Stage(nn.Module):
         inputs, outputs: what comes in and goes out, as meta tensors that require gradients where the values do.
     """
 
-    def __init__(self, record: Record, begin: int, end: int, *, inputs: list[fx.Node], outputs: list[fx.Node], is_last: bool) -> None:
+    def __init__(self, trace: Trace, begin: int, end: int, *, inputs: list[fx.Node], outputs: list[fx.Node], is_last: bool) -> None:
         super().__init__()
-        self.inputs = tuple(record.spec(node).empty() for node in inputs)
-        self.outputs = tuple(record.spec(node).empty() for node in outputs)
-        body = [node for node in record.order[begin:end] if node not in record.constants]
+        self.inputs = tuple(trace.spec(node).empty() for node in inputs)
+        self.outputs = tuple(trace.spec(node).empty() for node in outputs)
+        body = [node for node in trace.order[begin:end] if node not in trace.constants]
         held = dict.fromkeys(source.target for node in body for source in node.all_input_nodes if source.op == "get_attr") | dict.fromkeys(
             node.target for node in outputs if node.op == "get_attr"
         )
@@ -60,12 +60,12 @@ class Stage(nn.Module):
         if is_last:  # the user's step may change a result in place, which autograd forbids for leaves
             results = [graph.call_method("clone", (result,)) if result in arrived.values() else result for result in results]
         graph.output(tuple(results))
-        run = fx.GraphModule(record.module, graph, class_name="Stage")
+        run = fx.GraphModule(trace.module, graph, class_name="Stage")
         self._modules = run._modules
-        self._owners = [(record.module.get_submodule(path), name) for path, _, name in (target.rpartition(".") for target in held)]
-        self._network = {"module": record.module, "run": run}  # in a dict, so that torch registers neither
+        self._owners = [(trace.module.get_submodule(path), name) for path, _, name in (target.rpartition(".") for target in held)]
+        self._network = {"module": trace.module, "run": run}  # in a dict, so that torch registers neither
         for target in held:
-            self._register(record.module, target)
+            self._register(trace.module, target)
 
     def _register(self, network: nn.Module, target: str) -> None:
         """Show what is held by a module that has a cut inside, and so is no module of this stage, under its name."""
@@ -113,16 +113,16 @@ class Partition:
         opened: the submodules with a cut inside. They are not called as a whole: a hook or a wrapper on them would not run.
     """
 
-    def __init__(self, record: Record, splits: list[str], starts: list[int]) -> None:
-        self.splits, self.opened = splits, record.opened - {""}
-        self._record, self._starts = record, [0, *starts, len(record.order)]
-        self._crossings = [record.inputs, *map(record.crossing, starts), record.outputs]
-        self.boundaries = [tuple(record.spec(node).empty() for node in nodes) for nodes in self._crossings]
-        self.left = record.left.keys()
+    def __init__(self, trace: Trace, splits: list[str], starts: list[int]) -> None:
+        self.splits, self.opened = splits, trace.opened - {""}
+        self._trace, self._starts = trace, [0, *starts, len(trace.order)]
+        self._crossings = [trace.inputs, *map(trace.crossing, starts), trace.outputs]
+        self.boundaries = [tuple(trace.spec(node).empty() for node in nodes) for nodes in self._crossings]
+        self.left = trace.left.keys()
         self.parameters, self.buffers = self._ownership()
         self.unused = {name for name in set().union(*self.parameters, *self.buffers) if name not in self._used}
         self.unused_buffers = self.unused & set().union(*self.buffers)
-        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in record.module.named_parameters()]
+        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in trace.module.named_parameters()]
 
     def __len__(self) -> int:
         return len(self.splits) + 1
@@ -131,7 +131,7 @@ class Partition:
         """One stage, or the stages from `first` to `last` as one."""
         end = (first if last is None else last) + 1
         return Stage(
-            self._record,
+            self._trace,
             self._starts[first],
             self._starts[end],
             inputs=self._crossings[first],
@@ -151,11 +151,11 @@ class Partition:
             PlanError: the call differs from the one that the network was cut for in more than the tensors' values.
         """
         tensors, (leaves, tree) = flatten((args, kwargs))
-        expected_leaves, expected_tree = self._record.input_structure
+        expected_leaves, expected_tree = self._trace.input_structure
         if tree != expected_tree or any(a is not b and a != b for a, b in zip(leaves, expected_leaves, strict=True)):
             raise PlanError(
                 f"self(...) was called with {unflatten(map(_Shown, tensors), (leaves, tree))}, but the network was cut for"
-                f" {unflatten(map(_Shown, self.boundaries[0]), self._record.input_structure)}; all calls in a pipeline must be alike"
+                f" {unflatten(map(_Shown, self.boundaries[0]), self._trace.input_structure)}; all calls in a pipeline must be alike"
             )
         for tensor, expected in zip(tensors, self.boundaries[0], strict=True):
             if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
@@ -168,11 +168,11 @@ class Partition:
     @property
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `self(...)` was called with when the network was cut, its tensors on the meta device."""
-        return unflatten(self.boundaries[0], self._record.input_structure)
+        return unflatten(self.boundaries[0], self._trace.input_structure)
 
     def restore(self, results: Iterable[Tensor]) -> Any:
         """What the forward returns, out of the last stage's results."""
-        return unflatten(results, self._record.output_structure)
+        return unflatten(results, self._trace.output_structure)
 
     def check_step(self, before: Uses, whole: Uses, *, last: int) -> None:
         """Check that a training step finds what it uses of the network beside `self(...)`: the first and the last process run it.
@@ -185,7 +185,7 @@ class Partition:
         Raises:
             PlanError: it uses what other stages hold.
         """
-        name_of = type(self._record.module).__name__
+        name_of = type(self._trace.module).__name__
         held = self.unused_buffers.union(*self.parameters[last:], *self.buffers[last:])
         if away := sorted(before.tensors - self.unused_buffers):
             raise PlanError(
@@ -198,7 +198,7 @@ class Partition:
                 " return it, or what is made of it, from the forward"
             )
         for path, name in sorted(whole.attributes & self.left):
-            if self._stage_at(self._record.left[path, name]) < last:
+            if self._stage_at(self._trace.left[path, name]) < last:
                 raise PlanError(
                     f"the training step of {name_of} reads {f'{path}.{name}' if path else name!r}, which the forward sets in an earlier"
                     " stage; return it from the forward"
@@ -210,31 +210,31 @@ class Partition:
         Raises:
             PlanError: an attribute that the forward read, or which parameters are trained, has changed since.
         """
-        changed = self._record.changed()
+        changed = self._trace.changed()
         if not changed and any(parameter.requires_grad != before for _, parameter, before in self._trained):
             changed = next(f"{name}.requires_grad" for name, parameter, before in self._trained if parameter.requires_grad != before)
         if changed:
             raise PlanError(
-                f"{changed!r} of {type(self._record.module).__name__} has changed since the network was cut into stages, which hold what"
+                f"{changed!r} of {type(self._trace.module).__name__} has changed since the network was cut into stages, which hold what"
                 " they were made for. Hand it to self(...) as a tensor or read it in a submodule without a split inside; and freeze"
                 " parameters before training starts"
             )
 
     def _ownership(self) -> tuple[list[set[str]], list[set[str]]]:
-        record = self._record
+        trace = self._trace
         owner: dict[str, int] = {}
-        for key, places in record.uses.items():
+        for key, places in trace.uses.items():
             first, last = self._stage_at(min(places)), self._stage_at(max(places))
-            if first != last and (isinstance(key, str) or key in record.names):
+            if first != last and (isinstance(key, str) or key in trace.names):
                 raise PlanError(
-                    f"{record.state_names(key)} is used in stages {first} and {last} of the pipeline {self.splits}; choose pipeline_splits"
+                    f"{trace.state_names(key)} is used in stages {first} and {last} of the pipeline {self.splits}; choose pipeline_splits"
                     " that leave all its uses in one stage, or give each stage one of its own"
                 )
-            owner.update(dict.fromkeys(record.names.get(key, ()), first))
+            owner.update(dict.fromkeys(trace.names.get(key, ()), first))
         self._used = set(owner)
         shares: list[list[set[str]]] = []
-        parameters = [name for name, _ in record.module.named_parameters(remove_duplicate=False)]
-        for names in (parameters, [name for name, *_ in buffer_places(record.module)]):
+        parameters = [name for name, _ in trace.module.named_parameters(remove_duplicate=False)]
+        for names in (parameters, [name for name, *_ in buffer_places(trace.module)]):
             shares.append([set() for _ in range(len(self))])
             for name in names:
                 shares[-1][owner.get(name, len(self) - 1)].add(name)
@@ -279,7 +279,7 @@ def cut(
         PlanError: the forward cannot be cut there; the message names the module and what to do.
     """
     check_names(module, splits)
-    record = Record(
+    trace = Trace(
         module,
         args,
         kwargs or {},
@@ -287,10 +287,10 @@ def cut(
         training=training,
         context=context,
     )
-    first_calls = dict(reversed(record.entries))
+    first_calls = dict(reversed(trace.entries))
     for split in splits:
-        if record.called[split] != 1:
-            times = "not called" if not record.called[split] else f"called {record.called[split]} times"
+        if trace.called[split] != 1:
+            times = "not called" if not trace.called[split] else f"called {trace.called[split]} times"
             raise PlanError(
                 f"pipeline_splits={split!r} is {times} by the forward of {type(module).__name__} in"
                 f" {'training' if training else 'evaluation'}; name a submodule that is called exactly once"
@@ -300,14 +300,14 @@ def cut(
         if first_calls[split] < first_calls[before]:
             order = sorted(splits, key=lambda name: first_calls[name])
             raise PlanError(f"pipeline_splits has {split!r} after {before!r}, but the forward calls it before; the order is {order}")
-    for place, (begin, end) in enumerate(zip([0, *starts], [*starts, len(record.order)], strict=True)):
-        if splits and not any(node.op == "call_module" for node in record.order[begin:end]):
+    for place, (begin, end) in enumerate(zip([0, *starts], [*starts, len(trace.order)], strict=True)):
+        if splits and not any(node.op == "call_module" for node in trace.order[begin:end]):
             where = f"before {splits[place]!r}" if place < len(splits) else f"from {splits[-1]!r} on"
             raise PlanError(f"pipeline_splits={splits} leaves stage {place} ({where}) empty: it would call no submodule")
     for split, start in zip(splits, starts, strict=True):
-        if record.aliased(start):
+        if trace.aliased(start):
             raise PlanError(
                 f"pipeline_splits={split!r}: two tensors that are made before {split!r} share memory, and one is changed in place later;"
                 " change a copy of it, or cut elsewhere"
             )
-    return Partition(record, splits, starts)
+    return Partition(trace, splits, starts)

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_ipu.cutting.balance import StageCost, balanced_splits
 from lightning_ipu.cutting.call import arguments_of_call, step_around
 from lightning_ipu.cutting.partition import Partition, cut
-from lightning_ipu.cutting.record import MakeContext
+from lightning_ipu.cutting.trace import MakeContext
 from lightning_ipu.cutting.trial import Uses
 from lightning_ipu.plan import PlanError
 

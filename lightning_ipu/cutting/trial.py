@@ -1,4 +1,4 @@
-"""Run a network or a training step once on trial: note what it uses, and leave everything as it was."""
+"""For trial runs of a network or a training step: note what they use, and leave everything as it was."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DESCRIBES = {
 
 
 class Uses(TorchFunctionMode):
-    """Takes note of what code outside the network's forward uses of it while this mode is on.
+    """Notes what code outside the network's forward uses of the network while this mode is on.
 
     `tensors` are the names of parameters and buffers whose values it used, `attributes` the (module, name) of attributes that it read.
     """
@@ -61,8 +61,8 @@ class Uses(TorchFunctionMode):
 
 
 @contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Leave what modules hold (attributes, lists and dicts among them, and buffers) as it was, whatever a step does to it inside."""
+def state_restored(module: nn.Module) -> Iterator[None]:
+    """Restore at the end what the modules hold: attributes, those that are lists, dicts and sets included, and buffers."""
     held = [(child, vars(child).copy(), child._buffers.copy()) for child in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     own = [value for _, attributes, _ in held for name, value in attributes.items() if name not in OF_EVERY_MODULE]
@@ -84,9 +84,9 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def borrowed(module: nn.Module, *, training: bool, fake: FakeTensorMode | None) -> Iterator[None]:
-    """Lend a network out: training or not, with copies in place of its tensors, and afterwards exactly as it was.
+    """Use a network, in training mode or not, with copies in place of its tensors; afterwards it is exactly as it was.
 
-    The copies are without data where `fake` is given; else only buffers are copied, parameters are used and not changed.
+    With `fake` the copies are fake tensors, without data; else only buffers are copied.
     """
     held = [(child, vars(child).copy(), child._parameters.copy(), child._buffers.copy()) for child in module.modules()]
     copies: dict[int, Tensor] = {}

@@ -148,21 +148,21 @@ class TrainingLoader(InPlaceOfLoader):
             nonlocal iterator
             looping, iterator = self._is_loops(iterator), None
             if not looping:
-                yield from _undisturbed(self.user_loader)
+                yield from _with_streams_kept(self.user_loader)
 
         iterator = batches()
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is in Lightning's counters. That there is one says that this loader resumes where it stood."""
+        """Empty, since Lightning's counters hold the position; because there is one, Lightning knows that this loader can resume."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing to load."""
 
 
-def _undisturbed(loader: DataLoader) -> Iterator[Any]:
-    """A loader's batches, with the random streams left alone."""
+def _with_streams_kept(loader: DataLoader) -> Iterator[Any]:
+    """A loader's batches; what it draws leaves the global random streams as they were."""
     with preserved_streams():
         batches = iter(loader)
     while True:

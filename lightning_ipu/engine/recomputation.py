@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ipu.cutting.call import replaced_forward
-from lightning_ipu.cutting.record import MakeContext
-from lightning_ipu.cutting.stand_ins import called_modules, is_one_piece
+from lightning_ipu.cutting.call_wrappers import called_modules, is_one_piece
+from lightning_ipu.cutting.trace import MakeContext
 from lightning_ipu.engine.seeding import NamedRandomness, Place
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import drawn_between, host_streams, set_host_streams
@@ -137,33 +137,33 @@ class Recomputation:
 
     torch.utils.checkpoint alone repeats the block's side effects: BatchNorm's statistics move twice (pytorch issue 96136), buffers are
     read after the first run changed them, values are logged and metrics updated twice. Here the second run starts from the random streams
-    and buffers that the first one started from, moves neither, and is not heard. The streams of numpy and Python take 0.1 ms to keep and
-    are so only for blocks that moved one of them at their first call.
+    and buffers that the first one started from, moves neither, and logs nothing. Saving the streams of numpy and Python takes 0.1 ms; it is
+    done only for blocks that drew from one of them at their first call.
 
     Args:
         module: the network.
         blocks: names of its submodules that are recomputed.
         randomness: seeds the calls of its modules.
-        quiet: gives for a block what makes contexts in which neither its logs nor its metrics are heard.
+        without_logs: returns, for a block, a factory of contexts in which what it logs and adds to metrics is dropped.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: list[str], *, randomness: NamedRandomness, quiet: Callable[[nn.Module], MakeContext]
+        self, module: nn.Module, blocks: list[str], *, randomness: NamedRandomness, without_logs: Callable[[nn.Module], MakeContext]
     ) -> None:
-        self._module, self._randomness, self._quiet = module, randomness, quiet
+        self._module, self._randomness, self._without_logs = module, randomness, without_logs
         self._draws_on_host: dict[nn.Module, bool] = {}
         self._chosen: list[Callable[..., Any]] = []
         self.choose(blocks)
 
     def choose(self, blocks: list[str]) -> None:
         """Recompute these blocks instead of those before."""
-        stand_ins = self._randomness.stand_ins
+        wrappers = self._randomness.wrappers
         for around in self._chosen:
-            stand_ins.leave_out(around)
+            wrappers.leave_out(around)
         self._chosen = []
         for block in dict.fromkeys(self._module.get_submodule(name) for name in blocks):
-            self._chosen.append(partial(self._call, block, partial(self._run, block, self._quiet(block))))
-            stand_ins.add(block, self._chosen[-1])
+            self._chosen.append(partial(self._call, block, partial(self._run, block, self._without_logs(block))))
+            wrappers.add(block, self._chosen[-1])
 
     def _call(self, block: nn.Module, run: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a block so that its forward is recomputed, but not its hooks; a compiled one with all that it does."""
@@ -174,7 +174,7 @@ class Recomputation:
         with replaced_forward(block, partial(run, block.forward)):
             return call(*args, **kwargs)
 
-    def _run(self, block: nn.Module, quiet: MakeContext, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, block: nn.Module, without_logs: MakeContext, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         place, dtype = self._randomness.place(), torch.get_default_dtype()
         host = host_streams() if self._draws_on_host.get(block, True) else None
         buffers = [
@@ -187,7 +187,7 @@ class Recomputation:
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._second_run(place, dtype, host, buffers, quiet)),
+            context_fn=lambda: (nullcontext(), self._second_run(place, dtype, host, buffers, without_logs)),
         )
         if block not in self._draws_on_host:
             self._draws_on_host[block] = bool(drawn_between(host, host_streams()))
@@ -201,7 +201,7 @@ class Recomputation:
 
     @contextmanager
     def _second_run(
-        self, place: Place, dtype: torch.dtype, host: tuple[Any, Any] | None, buffers: list, quiet: MakeContext
+        self, place: Place, dtype: torch.dtype, host: tuple[Any, Any] | None, buffers: list, without_logs: MakeContext
     ) -> Iterator[None]:
         dtype_now = torch.get_default_dtype()  # another one in the forward of double precision
         place_now, buffers_now = self._randomness.place(), [child._buffers[name] for child, name, *_ in buffers]
@@ -213,7 +213,7 @@ class Recomputation:
         for child, name, _, _, before in buffers:
             child._buffers[name] = None if before is None else before.clone()  # for each of two backward passes over a graph
         try:
-            with quiet():
+            with without_logs():
                 yield
         finally:
             for (child, name, *_), buffer in zip(buffers, buffers_now, strict=True):

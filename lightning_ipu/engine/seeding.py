@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ipu.cutting.stand_ins import StandIns, called_modules, is_one_piece
+from lightning_ipu.cutting.call_wrappers import CallWrappers, called_modules, is_one_piece
 from lightning_ipu.randomness import is_torchs, may_draw, mix, name_word, seed_all, seed_torch, set_torch_streams, torch_streams
 
 _STEP, _AFTER, _UPDATE, _HOOK = (name_word(name) for name in ("step", "after the forward", "update", "hook"))
@@ -41,15 +41,15 @@ class NamedRandomness:
 
     def __init__(self, module: nn.Module, *, seed: int, device: torch.device, steps_are_compiled: bool = False) -> None:
         self._seed, self._device = mix(seed, _STEP), device
-        self.stand_ins = StandIns()
+        self.wrappers = CallWrappers()
         drawing = [(name, child) for name, child in called_modules(module) if is_one_piece(child) or may_draw(child)]
         if steps_are_compiled:
             drawing = []
         for name, child in drawing:
             seed_streams = seed_torch if is_torchs(child) else seed_all
-            self.stand_ins.add(child, partial(self._seeded, child, name_word(name), seed_streams))
+            self.wrappers.add(child, partial(self._seeded, child, name_word(name), seed_streams))
         if drawing:
-            self.stand_ins.add(module, partial(self._seeded_after, module))
+            self.wrappers.add(module, partial(self._seeded_after, module))
         self._round: tuple[int, int] | None = None
         # Whose call a seed was taken for, and after how many calls of that micro-batch it left the step.
         self._after_seed: dict[int, tuple[_MicroBatch, int]] = {}
@@ -63,7 +63,7 @@ class NamedRandomness:
             self._after_seed.clear()
         self._micro_batch = _MicroBatch(mix(self._seed, update, replica << 32 | micro_batch))
         self._after_seed[self._micro_batch.base] = self._returned_to = self._micro_batch, 0
-        self.stand_ins.begin()
+        self.wrappers.begin()
         seed_torch(self._micro_batch.base, self._device)
 
     def begin(self, update: int, replica: int, micro_batch: int) -> None:
@@ -73,7 +73,7 @@ class NamedRandomness:
 
     def end(self) -> None:
         """Called after the micro-batches of a replica: modules are no longer seeded by their names."""
-        self.stand_ins.end()
+        self.wrappers.end()
 
     def begin_update(self, update: int) -> None:
         """Seed the global streams for an optimizer that draws."""
@@ -119,9 +119,9 @@ class NamedRandomness:
     def aside(self) -> Iterator[None]:
         """Let the network be run on trial in the middle of a step: its calls are seeded as usual, and do not count."""
         micro_batch, self._micro_batch = self._micro_batch, _MicroBatch(self._seed)
-        stood = nullcontext() if self.stand_ins.standing else self.stand_ins.stood()
+        active = nullcontext() if self.wrappers.is_active else self.wrappers.active()
         try:
-            with stood:
+            with active:
                 yield
         finally:
             self._micro_batch = micro_batch

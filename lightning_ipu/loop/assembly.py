@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_ipu.cutting.balance import stage_table
 from lightning_ipu.cutting.partition import Partition
 from lightning_ipu.cutting.training_step import cut_by_step, measured_splits
-from lightning_ipu.cutting.trial import undisturbed
+from lightning_ipu.cutting.trial import state_restored
 from lightning_ipu.engine.buffers import ReplicaBuffers
 from lightning_ipu.engine.pipeline import PipelinedReplica
 from lightning_ipu.engine.recomputation import Recomputation, recompute_blocks
@@ -32,7 +32,7 @@ from lightning_ipu.engine.seeding import NamedRandomness
 from lightning_ipu.engine.stages import StageState
 from lightning_ipu.engine.update import Engine, Hooks
 from lightning_ipu.loop.fit import Fit
-from lightning_ipu.loop.logs import LogRecorder, quiet, undone_unless_finished
+from lightning_ipu.loop.logs import LogRecorder, undone_unless_finished, without_logs
 from lightning_ipu.loop.metrics import metrics_of, unchanged_metrics
 from lightning_ipu.plan import Plan, PlanError
 from lightning_ipu.precision.plugin import SixteenBit
@@ -127,7 +127,7 @@ class Assembly:
                 " or name layers, e.g. recompute=['network.0']"
             )
         self._randomness = NamedRandomness(module, seed=fit.seed, device=fit.device, steps_are_compiled=fit.steps_are_compiled)
-        self._recomputation = Recomputation(module, blocks, randomness=self._randomness, quiet=partial(quiet, fit.recorder))
+        self._recomputation = Recomputation(module, blocks, randomness=self._randomness, without_logs=partial(without_logs, fit.recorder))
         self._step = TrainingStep(
             self._noted_step() if processes is None else self._shared_step(),
             context=None if type(precision) is Precision else precision.train_step_context,
@@ -259,14 +259,14 @@ class Assembly:
         module, trainer, recorder = self._module, self._trainer, self._recorder
         trainer.fit_loop.setup_data()
         data = trainer.fit_loop._combined_loader.flattened[0].data
-        seeded = self._randomness.stand_ins.stood
+        seeded = self._randomness.wrappers.active
         muted, recorder.muted = recorder.muted, True
         with (
             preserved_streams(self._device),
             recorder.recording(),
             unchanged_metrics(metrics_of(module)),
-            undisturbed(module),
-            _told("while IPUStrategy tried the training step once, before on_fit_start, to cut the network into stages"),
+            state_restored(module),
+            _noting_where("while IPUStrategy tried the training step once, before on_fit_start, to cut the network into stages"),
         ):
             partition = cut_by_step(
                 module,
@@ -294,7 +294,7 @@ class Assembly:
                     kwargs,
                     num_stages=self._plan.num_stages,
                     context=self._step.context,
-                    seeded=self._randomness.stand_ins.stood,
+                    seeded=self._randomness.wrappers.active,
                     may_cut_blocks=self._recompute is True,
                 )
             except PlanError as refusal:
@@ -311,7 +311,7 @@ class Assembly:
 
 
 @contextmanager
-def _told(where: str) -> Any:
+def _noting_where(where: str) -> Any:
     """Add to an exception's message where it came up."""
     try:
         yield

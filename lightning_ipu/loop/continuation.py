@@ -142,7 +142,7 @@ def go_on(trainer: Trainer, position: Position, *, outputs: Any = None, batch: A
     epoch_loop = fit_loop.epoch_loop
     if position.hook == BATCH_END:
         epoch_loop._results.batch = batch  # by whose size `self.log` weighs
-        with unheard(trainer, position):
+        with without_repeated_hook(trainer, position):
             epoch_loop.end_batch(outputs, batch, batch_idx)
         trainer._logger_connector.update_train_step_metrics()
     if position.hook == VALIDATION_END:
@@ -151,7 +151,7 @@ def go_on(trainer: Trainer, position: Position, *, outputs: Any = None, batch: A
     if position.hook in (BATCH_END, VALIDATION, VALIDATION_END):
         epoch_loop.on_advance_end(fit_loop._data_fetcher)
     if position.follows and epoch_loop.done:
-        with unheard(trainer, position, EPOCH_END):
+        with without_repeated_hook(trainer, position, EPOCH_END):
             fit_loop.on_advance_end()
     elif position.begun:
         _enter_epoch(trainer)
@@ -164,7 +164,7 @@ def _end_validation(trainer: Trainer, position: Position) -> None:
     validation._module_mode.capture(trainer.lightning_module)
     trainer.lightning_module.eval()
     trainer.strategy.on_validation_start()
-    with torch.no_grad(), unheard(trainer, position):
+    with torch.no_grad(), without_repeated_hook(trainer, position):
         validation._on_evaluation_end()
     validation._on_evaluation_model_train()
     trainer._last_val_time = time.monotonic()
@@ -182,12 +182,12 @@ def _enter_epoch(trainer: Trainer) -> None:
 
 
 @contextmanager
-def unheard(trainer: Trainer, position: Position, name: str | None = None) -> Iterator[None]:
-    """Keep the position's hook from being called again on those on whom it had been called; other hooks are called on all.
+def without_repeated_hook(trainer: Trainer, position: Position, name: str | None = None) -> Iterator[None]:
+    """Do not call the position's hook again on the callbacks and module that it had been called on; other hooks are called on all.
 
     Args:
         trainer: the one with the callbacks.
-        position: has the hook and those on whom it had been called.
+        position: has the hook, and the callbacks and module that it had been called on.
         name: act only if it is this hook.
     """
     hook, heard = position.hook, Counter(position.heard_by)

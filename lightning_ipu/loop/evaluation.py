@@ -22,7 +22,7 @@ from lightning_ipu.data.evaluation import EvaluationData
 from lightning_ipu.engine.evaluation import EvaluationPipeline
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.stages import StageState
-from lightning_ipu.loop.logs import LogRecorder, names_apart, undone_unless_finished
+from lightning_ipu.loop.logs import LogRecorder, differing_names, undone_unless_finished
 from lightning_ipu.loop.metrics import SharedMetrics, metrics_of, unchanged_metrics
 from lightning_ipu.loop.progress import Stop
 from lightning_ipu.loop.transfer import Transfer
@@ -255,7 +255,7 @@ class LoggerConnector(_LoggerConnector):
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.stop.share_wish(self.trainer)
         logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        for name in names_apart(evaluation.processes.gathered(logged)):
+        for name in differing_names(evaluation.processes.gathered(logged)):
             if name not in evaluation.warned_of:
                 evaluation.warned_of.add(name)
                 rank_zero_warn(

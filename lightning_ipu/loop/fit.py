@@ -73,7 +73,9 @@ class Fit:
     rest_of_step: int | None = None  # weight updates that an error left in the host step from which the run resumes
     has_saved: bool = False
     unsaved: Unsaved | None = None  # what no checkpoint holds, once training has started
-    unheard: ExitStack = field(default_factory=ExitStack)  # keeps a hook from those on whom it was called before the checkpoint
+    without_repeated_hook: ExitStack = field(
+        default_factory=ExitStack
+    )  # skips a hook on the callbacks that it had been called on before the checkpoint
 
     def __post_init__(self) -> None:
         self.rows = LogRows(self.trainer)

@@ -1,7 +1,7 @@
 """What the user's steps log: a `self.log` inside a micro-batch costs a list append.
 
-Lightning's own `self.log` takes about 0.5 ms. Here a call is written down; once per host step the records are averaged, weighted by
-samples, in float64 and in the order in which they came, and one real `self.log` per name makes the result known to Lightning.
+Lightning's own `self.log` takes about 0.5 ms. Here a call is only noted; once per host step the values are averaged, weighted by
+samples, in float64 and in the order of the calls, and one real `self.log` per name passes the result to Lightning.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class _Average:
         return {"sum": self.total, "min": self.low, "max": self.high}[kind]
 
 
-# hook, name, value, options, weight, weight update in the host step, micro-batch in the epoch
-_Record = tuple[str | None, str, Any, dict[str, Any], float, int, int]
+# One call of self.log: hook, name, value, options, weight, weight update in the host step, micro-batch in the epoch
+_Logged = tuple[str | None, str, Any, dict[str, Any], float, int, int]
 _Call = tuple[Any, float, int, int]  # the last four but for the options
 # hook, name, options, sums of an average or Lightning's values of a hook, path of a metric, last value logged for a step
 _Saved = tuple[str, str, dict[str, Any], dict[str, Any] | None, str | None, float | None]
@@ -80,19 +80,20 @@ class _Forwarded(NamedTuple):
 
 
 class LogRecorder:
-    """Stands in for `module.log` while steps run, then tells Lightning once what they logged.
+    """Takes the place of `module.log` while steps run, then passes what they logged to Lightning, once.
 
     Args:
-        module: whose `log` is stood in for.
-        latest: receives the last value under each name, for who wants to show it while a host step runs.
-        gather: gives every process's value of something, in the order of processes; None where there is one process.
-        speaker: the process whose word counts for hooks that are called once per weight update in each.
+        module: whose `log` is replaced.
+        latest: receives the last value of each name, for a display that reads it while a host step runs.
+        gather: returns every process's value of something, by rank; None in a single process.
+        last_stage_rank: rank of the process with the last stage of the first replica. Hooks of a weight update log in every process; its
+            values count.
     """
 
     def __init__(
-        self, module: LightningModule, latest: dict[str, Any] | None = None, *, gather: Gather | None = None, speaker: int = 0
+        self, module: LightningModule, latest: dict[str, Any] | None = None, *, gather: Gather | None = None, last_stage_rank: int = 0
     ) -> None:
-        self.module, self._gather, self._speaker = module, gather, speaker
+        self.module, self._gather, self._last_stage_rank = module, gather, last_stage_rank
         self.latest = {} if latest is None else latest
         self.drawn: int | None = None  # samples that a sampler gave for the micro-batch
         self.update, self.number = 0, 0  # of the weight update in the host step, of the micro-batch in the epoch
@@ -100,7 +101,7 @@ class LogRecorder:
         self._size: int | None = None
         self.hook: str | None = None
         self.muted = self._recording = False
-        self._records: list[_Record] = []
+        self._logged: list[_Logged] = []
         self._sums: dict[tuple[str, str], _Average] = {}
         self._options: dict[tuple[str, str], dict[str, Any]] = {}
         self._results: dict[tuple[str, str], Any] = {}
@@ -179,8 +180,8 @@ class LogRecorder:
             self._recording = False
 
     def forget_from(self, update: int) -> None:
-        """Drop what was recorded from this weight update of the host step on, because an error has ended it."""
-        self._records = [record for record in self._records if record[5] < update]
+        """Drop what was logged from this weight update of the host step on: an error has ended it."""
+        self._logged = [call for call in self._logged if call[5] < update]
 
     @property
     def recording_hook(self) -> str | None:
@@ -193,7 +194,7 @@ class LogRecorder:
         return self._recording and self.hook is None
 
     def log(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
-        """Write down one call of `self.log`; same parameters as LightningModule.log."""
+        """Note one call of `self.log`; same parameters as LightningModule.log."""
         if self.muted:
             return
         if arguments:
@@ -211,7 +212,7 @@ class LogRecorder:
         elif isinstance(value, Metric):
             value = _Forwarded(value, value._forward_cache)
             self.latest[name] = value.step
-        self._records.append((self.hook, name, value, options, weight, self.update, self.number))
+        self._logged.append((self.hook, name, value, options, weight, self.update, self.number))
 
     def _weight(self) -> int:
         """Samples in the micro-batch; hooks of a weight update, which see none, weigh all alike."""
@@ -223,11 +224,11 @@ class LogRecorder:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether something written down is to be logged for the step itself, not for the epoch alone."""
-        return any(options.get("on_step") for _, _, _, options, *_ in self._records)
+        """Whether a noted value is to be logged for its step (`on_step`), not for the epoch alone."""
+        return any(options.get("on_step") for _, _, _, options, *_ in self._logged)
 
     def replay(self, step_hook: str) -> list[dict[str, float]]:
-        """Tell Lightning what was logged since the last replay.
+        """Pass what was logged since the last replay to Lightning.
 
         Args:
             step_hook: the step under whose name Lightning files calls that came from no other hook.
@@ -236,85 +237,83 @@ class LogRecorder:
             For each weight update since then, its own means of what is logged per step, under the names Lightning gives them.
         """
         if self.module.trainer.barebones:
-            self._records.clear()
-        records = self._records
+            self._logged.clear()
+        logged = self._logged
         if self._gather is not None:  # the others', too: in a pipeline the first process has no loss of its own
-            records = self._gathered()
-            self.latest.update({name: value.step if isinstance(value, _Forwarded) else value for _, name, value, *_ in records})
+            logged = self._gathered()
+            self.latest.update({name: value.step if isinstance(value, _Forwarded) else value for _, name, value, *_ in logged})
         calls: dict[tuple[str, str], list[_Call]] = {}
-        for hook, name, value, options, *rest in records:
+        for hook, name, value, options, *rest in logged:
             key = hook or step_hook, name
             known = self._options.setdefault(key, options)
             if known != options and _written_out(key[0], known) != _written_out(key[0], options):
                 raise PlanError(f"self.log({name!r}, ...) was called in {key[0]} with different options; one name needs one set of options")
             calls.setdefault(key, []).append((value, *rest))
-        self._records.clear()
+        self._logged.clear()
 
-        updates = 1 + max((update for records in calls.values() for _, _, update, _ in records), default=-1)
+        updates = 1 + max((update for values in calls.values() for _, _, update, _ in values), default=-1)
         rows: list[dict[str, float]] = [{} for _ in range(updates)]
         fx_before = self.module._current_fx_name
         try:
-            for (hook, name), records in calls.items():
+            for (hook, name), values in calls.items():
                 self.module._current_fx_name = hook
-                self._tell(hook, name, records, rows)
+                self._pass_on(hook, name, values, rows)
         finally:
             self.module._current_fx_name = fx_before
         return rows
 
-    def _gathered(self) -> list[_Record]:
-        """What all processes have written down, in the order in which one process alone would have."""
-        logs_metrics = any(isinstance(record[2], _Forwarded) for record in self._records)
+    def _gathered(self) -> list[_Logged]:
+        """What all processes have logged, in the order in which a single process would have."""
+        logs_metrics = any(isinstance(call[2], _Forwarded) for call in self._logged)
         paths = {id(child): path for path, child in self.module.named_modules()} if logs_metrics else {}
         portable = []
-        for hook, name, value, options, weight, update, number in self._records:
+        for hook, name, value, options, weight, update, number in self._logged:
             if isinstance(value, _Forwarded):
                 value = paths[id(value.metric)], None if value.step is None else value.step.cpu()
             else:
                 (value,) = _floats(name, [value])
             portable.append((hook, name, value, options, weight, update, number))
         everyone = self._gather(portable)
-        # The processes of the first replica, whose last is the speaker; a loss is there only.
+        # The processes of the first replica; a loss is on its last stage only.
         of_hooks = [
-            [record[:3] for record in records if record[0] not in (None, "on_before_backward")] for records in everyone[: self._speaker + 1]
+            [call[:3] for call in calls if call[0] not in (None, "on_before_backward")] for calls in everyone[: self._last_stage_rank + 1]
         ]
-        for pair in (pair for records in of_hooks for pair in zip_longest(records, of_hooks[-1])):
+        for pair in (pair for calls in of_hooks for pair in zip_longest(calls, of_hooks[-1])):
             if repr(pair[0]) != repr(pair[1]):  # NaN equals NaN
                 hook, name, _ = pair[0] or pair[1]
                 raise PlanError(
                     f"self.log({name!r}, ...) in {hook} is not the same in all processes of a pipeline: each has the gradients of its own stages"
                 )
-        records = [
-            record for process, records in enumerate(everyone) for record in records if process == self._speaker or record[0] is None
-        ]
-        records.sort(key=lambda record: (record[5], record[6]))
+        logged = [call for process, calls in enumerate(everyone) for call in calls if process == self._last_stage_rank or call[0] is None]
+        logged.sort(key=lambda call: (call[5], call[6]))
         return [
             (hook, name, _Forwarded(self.module.get_submodule(value[0]), value[1]) if isinstance(value, tuple) else value, *rest)
-            for hook, name, value, *rest in records
+            for hook, name, value, *rest in logged
         ]
 
-    def _tell(self, hook: str, name: str, records: list[_Call], rows: list[dict[str, float]]) -> None:
+    def _pass_on(self, hook: str, name: str, calls: list[_Call], rows: list[dict[str, float]]) -> None:
         options = self._options[hook, name]
-        if isinstance(records[-1][0], _Forwarded):
-            self._metrics[hook, name] = records[-1][0].metric
-            LightningModule.log(self.module, name, records[-1][0].metric, **options)
+        if isinstance(calls[-1][0], _Forwarded):
+            self._metrics[hook, name] = calls[-1][0].metric
+            LightningModule.log(self.module, name, calls[-1][0].metric, **options)
             result = self._result_of(hook, name, options)
-            meta, result._forward_cache = result.meta, records[-1][0].step  # the metric's own is of the last step in this process
-            for value, _, update, _ in records:
+            meta, result._forward_cache = result.meta, calls[-1][0].step  # the metric's own is of the last step in this process
+            for value, _, update, _ in calls:
                 if meta.on_step and meta.logger and value.step is not None:
                     rows[update][meta.forked_name(on_step=True)] = float(value.step)
             return
-        values = _floats(name, [value for value, *_ in records])
+        values = _floats(name, [value for value, *_ in calls])
         per_update: defaultdict[int, _Average] = defaultdict(_Average)
         total = self._sums.setdefault((hook, name), _Average())
-        places = [place for _, _, *place in records]
-        for value, (_, weight, update, _), place, following in zip(values, records, places, [*places[1:], None], strict=True):
+        places = [place for _, _, *place in calls]
+        for value, (_, weight, update, _), place, following in zip(values, calls, places, [*places[1:], None], strict=True):
             total.add(value, weight)
             if place != following:  # of several calls in one step its value is the last, as Lightning has it
                 per_update[update].add(value, weight)
 
         kind = _kind(options.get("reduce_fx", "mean"))
         steps = {update: average.reduced(kind) for update, average in per_update.items()}
-        last = torch.tensor(steps[records[-1][2]], dtype=torch.float64)
+        last = torch.tensor(steps[calls[-1][2]], dtype=torch.float64)
         result = self._put(hook, name, options, last, kind)
         if result.meta.on_step and result.meta.logger:
             column = result.meta.forked_name(on_step=True)
@@ -381,10 +380,10 @@ def _floats(name: str, values: list[Any]) -> list[float]:
     return [float(number) for number in numbers]
 
 
-def names_apart(everyone: list[dict[str, float]]) -> list[str]:
+def differing_names(everyone: list[dict[str, float]]) -> list[str]:
     """Names under which processes hold different values, without their forks `_step` and `_epoch`.
 
-    NaN equals NaN, and a process that has not logged a name has no say in it.
+    NaN equals NaN; processes that have not logged a name do not count for it.
     """
     seen: defaultdict[str, set[float | None]] = defaultdict(set)
     for values in everyone:
@@ -395,8 +394,8 @@ def names_apart(everyone: list[dict[str, float]]) -> list[str]:
     return [name for name in apart if name not in forks]
 
 
-def quiet(recorder: LogRecorder, block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-    """Makes contexts in which a block is run once more: what it logs is not heard, and its metrics stay as they were."""
+def without_logs(recorder: LogRecorder, block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts for running a block again: what it logs is dropped, and its metrics stay as they were."""
     metrics = metrics_of(block)
 
     @contextmanager
@@ -413,11 +412,11 @@ def quiet(recorder: LogRecorder, block: nn.Module) -> Callable[[], AbstractConte
 
 @contextmanager
 def undone_unless_finished(recorder: LogRecorder, metrics: list[Metric]) -> Iterator[None]:
-    """Take back what a step has logged and added to metrics if it is left half-way: at a call of `self(...)` that others answer."""
-    put_back, logged = set_aside(metrics), len(recorder._records)
+    """Take back what a step has logged and added to metrics if it is left half-way, at a call of `self(...)` that other processes carry out."""
+    put_back, logged = set_aside(metrics), len(recorder._logged)
     try:
         yield
     except BaseException:
         put_back()
-        del recorder._records[logged:]
+        del recorder._logged[logged:]
         raise

@@ -171,8 +171,8 @@ def resume(fit: Fit, *, undo: Undo) -> None:
         _resume_epoch(fit, position, saved)
     continuation.go_on(trainer, position, **ended)
     if continuation.awaits(position):
-        fit.unheard.enter_context(continuation.unheard(trainer, position))
-        undo.callback(fit.unheard.close)
+        fit.without_repeated_hook.enter_context(continuation.without_repeated_hook(trainer, position))
+        undo.callback(fit.without_repeated_hook.close)
     if progress.updates_per_epoch is None and trainer.current_epoch > position.epoch:
         trainer.fit_loop.epoch_loop.batch_progress.reset_on_run()
 

@@ -141,7 +141,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):
         shown = contents(batch) if fit.starters and fit.progress.step_micro_batches > 1 else None
         call._call_callback_hooks(trainer, BATCH_START, batch, batch_idx)
         ends_epoch = call._call_lightning_module_hook(trainer, BATCH_START, batch, batch_idx) == -1
-        fit.unheard.close()
+        fit.without_repeated_hook.close()
         if fit.may_end_epoch and fit.processes is not None:
             ends_epoch = bool(fit.processes.largest(int(ends_epoch)))
         if not ends_epoch and shown is not None and contents(batch)[0] != shown[0]:

@@ -22,7 +22,7 @@ _PLACE = "_compiled_call_impl"  # nn.Module.__call__ calls it, where a module ha
 Around = Callable[..., Any]
 
 
-class _StandIn:
+class _CallWrapper:
     """The wrapper that is called in place of one module."""
 
     def __init__(self, around: Around, call: Callable[..., Any]) -> None:
@@ -37,18 +37,18 @@ class _StandIn:
         return type(None), ()  # a copy of the module has none
 
 
-class StandIns:
-    """The wrappers of one network; the one added last is called first."""
+class CallWrappers:
+    """Wrappers around the calls of a network's modules; of several around one module, the one added last is called first."""
 
     def __init__(self) -> None:
         self._added: list[tuple[nn.Module, Around]] = []
         self._before: list[tuple[nn.Module, Any]] = []
-        self.standing = False
+        self.is_active = False
 
     def add(self, module: nn.Module, around: Around) -> None:
         """Have `around` called in place of a module."""
         self._added.append((module, around))
-        if self.standing:
+        if self.is_active:
             self._put(module, around)
 
     def leave_out(self, around: Around) -> None:
@@ -57,8 +57,8 @@ class StandIns:
 
     def begin(self) -> None:
         """Activate the wrappers."""
-        if not self.standing:
-            self.standing = True
+        if not self.is_active:
+            self.is_active = True
             for module, around in self._added:
                 self._put(module, around)
 
@@ -70,10 +70,10 @@ class StandIns:
             else:
                 vars(module)[_PLACE] = before
         self._before.clear()
-        self.standing = False
+        self.is_active = False
 
     @contextmanager
-    def stood(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Activate the wrappers within a `with` statement."""
         self.begin()
         try:
@@ -84,7 +84,7 @@ class StandIns:
     def _put(self, module: nn.Module, around: Around) -> None:
         before = vars(module).get(_PLACE)
         self._before.append((module, before))
-        vars(module)[_PLACE] = _StandIn(around, module._call_impl if before is None else before)
+        vars(module)[_PLACE] = _CallWrapper(around, module._call_impl if before is None else before)
 
 
 def is_called_otherwise(module: nn.Module) -> bool:
@@ -95,7 +95,7 @@ def is_called_otherwise(module: nn.Module) -> bool:
 def is_one_piece(module: nn.Module) -> bool:
     """Whether a module is compiled, so that Python does not call the modules inside it."""
     place = vars(module).get(_PLACE)
-    while isinstance(place, _StandIn):
+    while isinstance(place, _CallWrapper):
         place = place._inner
     compiled_in_place = place is not None and place != module._call_impl
     return compiled_in_place or isinstance(module, (OptimizedModule, ScriptModule))

@@ -1,6 +1,6 @@
-"""Write down, while a forward runs, what it calls, reads and sets; refuse what a stage could not repeat.
+"""Trace what a forward calls, reads and sets while it runs; refuse what a stage could not repeat.
 
-Chosen submodules are written down whole, whatever they do, and the tensor operations between them one by one, as nodes of a torch.fx graph.
+The call of a chosen submodule is one node of a torch.fx graph, whatever it does inside; between them each tensor operation is a node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ipu.cutting.stand_ins import is_called_otherwise, is_one_piece
+from lightning_ipu.cutting.call_wrappers import is_called_otherwise, is_one_piece
 from lightning_ipu.cutting.tensors import buffer_places, spec_of, tensors_in
 from lightning_ipu.cutting.trial import OF_EVERY_MODULE
 from lightning_ipu.plan import PlanError
@@ -96,12 +96,12 @@ def _gradients_back(before: bool) -> None:
     torch._C._set_grad_enabled(before)
 
 
-class Recorder(TorchFunctionMode):
-    """Writes down what a forward calls, in order, as nodes of a torch.fx graph.
+class Tracer(TorchFunctionMode):
+    """Traces what a forward calls, in order, as nodes of a torch.fx graph.
 
     Args:
         module: whose forward it is.
-        goes_into: says of a submodule, by name and itself, whether its own calls are written down instead of the call of it.
+        goes_into: called with a submodule's name and the submodule; true if the calls inside it are traced, false if it becomes one node.
     """
 
     def __init__(self, module: nn.Module, goes_into: Callable[[str, nn.Module], bool]) -> None:
@@ -113,7 +113,7 @@ class Recorder(TorchFunctionMode):
         self.opened: dict[str, nn.Module] = {"": module}  # the submodules gone into
         self.uses: dict[Any, list[int]] = {}  # state (by id of its tensor, or name of a module that draws) to the nodes that use it
         self.changed: set[int] = set()  # storages that some node changes in place
-        self.leaf: str | None = None  # the submodule that runs unrecorded
+        self.leaf: str | None = None  # the submodule that is running as one node
         self._owners: dict[int, str] = {}
         self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Tensor] = []  # so that ids stay unique
@@ -125,7 +125,7 @@ class Recorder(TorchFunctionMode):
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
-        """Take note of what the modules hold, and of the context."""
+        """Note what the modules hold, and the autocast and saved-tensor contexts."""
         self._autocast, self._saving = _autocast_state(), _saving_hooks()
         named = [*self._root.named_parameters(remove_duplicate=False), *self._root.named_buffers(remove_duplicate=False)]
         # By name, because a forward may put a new tensor in a buffer's place; tied ones share a key.
@@ -145,7 +145,7 @@ class Recorder(TorchFunctionMode):
     # What calls and is called
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Stand in for nn.Module.__call__."""
+        """Called in place of nn.Module.__call__."""
         if threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
         name = self._names.get(id(module))
@@ -165,7 +165,7 @@ class Recorder(TorchFunctionMode):
         self.leaf = name
         output = self._enter(original, module, args, kwargs)  # after an exception `leaf` says where it came from
         self.leaf = None
-        self._write("call_module", name, args, kwargs, output, versions)
+        self._trace("call_module", name, args, kwargs, output, versions)
         return output
 
     def _enter(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ class Recorder(TorchFunctionMode):
         return output
 
     def asked(self, module: nn.Module, name: str) -> bool:
-        """Told of every attribute that is asked for; whether its value is to be told as well."""
+        """Called before an attribute of a module is read; returns whether `found` is to be called with its value."""
         if self.leaf is not None or name in OF_EVERY_MODULE or threading.get_ident() != self._thread:
             return False
         if self._names.get(id(module)) not in self.opened:
@@ -187,12 +187,12 @@ class Recorder(TorchFunctionMode):
         return True
 
     def found(self, module: nn.Module, name: str, value: Any) -> None:
-        """Told of the value of such an attribute."""
+        """Called with the value of an attribute that was read."""
         if isinstance(value, STATIC) or (name in vars(module) and not isinstance(value, (Tensor, nn.Module))):
             self.read.setdefault((self._names[id(module)], name), plain(value))
 
     def puts(self, module: nn.Module, name: str) -> None:
-        """Told of every attribute that is set."""
+        """Called before an attribute of a module is set."""
         path = self._names.get(id(module))
         if path is None or threading.get_ident() != self._thread:
             return
@@ -223,15 +223,15 @@ class Recorder(TorchFunctionMode):
         output = func(*args, **kwargs)
         if tensors_in(output) or (output is None and inputs):
             if name == "__get__":
-                self._write("call_function", getattr, (args[0], func.__self__.__name__), {}, output, versions)
+                self._trace("call_function", getattr, (args[0], func.__self__.__name__), {}, output, versions)
             elif getattr(torch.Tensor, name, None) == func and isinstance(args[0], Tensor):
-                self._write("call_method", name, args, kwargs, output, versions)
+                self._trace("call_method", name, args, kwargs, output, versions)
             else:
-                self._write("call_function", _named(func, name), args, kwargs, output, versions)
+                self._trace("call_function", _named(func, name), args, kwargs, output, versions)
         return output
 
     def drew(self, operation: str) -> None:
-        """Told of every operation that draws random numbers: only a module that is seeded by its name may."""
+        """Called for every operation that draws random numbers: only a module that is seeded by its name may."""
         module = next(filter(is_one_piece, self._stack), self._stack[-1])
         name = self._names.get(id(module), "")
         if self.leaf is not None and name and (may_draw(module) or is_one_piece(module)) and module.training:
@@ -245,7 +245,7 @@ class Recorder(TorchFunctionMode):
             module,
         )
 
-    # The record
+    # The graph
 
     def placeholder(self, tensor: Tensor) -> fx.Node:
         """The node of an input."""
@@ -254,7 +254,7 @@ class Recorder(TorchFunctionMode):
         return node
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node whose value a tensor is; a parameter, buffer or other tensor that a module holds is read where it is used."""
+        """The node that computes a tensor; for a parameter, buffer or other tensor of a module, a new node that reads it."""
         if id(tensor) in self._nodes:
             node = self._nodes[id(tensor)]
             if tensor.requires_grad != node.meta["spec"].requires_grad:
@@ -262,7 +262,7 @@ class Recorder(TorchFunctionMode):
             return node
         if id(tensor) not in self._owners:
             raise self.refusal(
-                f"uses a tensor {list(tensor.shape)} that no recorded operation made (a custom autograd.Function, a container that is"
+                f"uses a tensor {list(tensor.shape)} that no traced operation made (a custom autograd.Function, a container that is"
                 " neither tuple, list nor dict, or a tensor from outside the network)"
             )
         self._use(id(tensor), len(self.order))
@@ -273,7 +273,7 @@ class Recorder(TorchFunctionMode):
     def _use(self, key: Any, place: int) -> None:
         self.uses.setdefault(key, []).append(place)
 
-    def _write(self, op: str, target: Any, args: Any, kwargs: Any, output: Any, versions: list[tuple[Tensor, int]]) -> None:
+    def _trace(self, op: str, target: Any, args: Any, kwargs: Any, output: Any, versions: list[tuple[Tensor, int]]) -> None:
         if _autocast_state() != self._autocast:
             raise self.refusal("switches autocast between its submodules; do so inside a submodule")
         if _saving_hooks() is not self._saving:
@@ -336,11 +336,11 @@ class Recorder(TorchFunctionMode):
 
 
 class WatchDraws(TorchDispatchMode):
-    """Tells a recorder of every operation that draws random numbers."""
+    """Tells a tracer of every operation that draws random numbers."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -348,7 +348,7 @@ class WatchDraws(TorchDispatchMode):
             given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
             given |= dict(zip((argument.name for argument in schema), args, strict=False)) | (kwargs or {})
             if given.get("dropout_p") != 0 and given.get("dropout") != 0 and given.get("train") is not False:
-                self._recorder.drew(str(func))
+                self._tracer.drew(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -368,22 +368,22 @@ def plain(value: Any, depth: int = 4) -> Any:
 
 
 @contextmanager
-def watched(recorder: Recorder) -> Iterator[None]:
-    """Tell a recorder of what is called, read and set on modules."""
+def watched(tracer: Tracer) -> Iterator[None]:
+    """Tell a tracer of what is called, read and set on modules."""
     call, put = nn.Module.__call__, nn.Module.__setattr__
 
     def read(module: nn.Module, name: str) -> Any:
-        told = recorder.asked(module, name)
+        told = tracer.asked(module, name)
         value = object.__getattribute__(module, name)
         if told:
-            recorder.found(module, name, value)
+            tracer.found(module, name, value)
         return value
 
     def write(module: nn.Module, name: str, value: Any) -> None:
-        recorder.puts(module, name)
+        tracer.puts(module, name)
         put(module, name, value)
 
-    nn.Module.__call__ = lambda self, *args, **kwargs: recorder.call(call, self, args, kwargs)
+    nn.Module.__call__ = lambda self, *args, **kwargs: tracer.call(call, self, args, kwargs)
     nn.Module.__getattribute__, nn.Module.__setattr__ = read, write
     try:
         yield
