@@ -111,7 +111,7 @@ OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "SGD, decoupled": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, decoupled_decay=0.1),
+    "SGD, decoupled": lambda p: optim.SGDWithDecoupledDecay(p, lr=0.1, momentum=0.9, decoupled_decay=0.1),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "AdamW, amsgrad, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
     "Adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
