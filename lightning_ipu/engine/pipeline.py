@@ -22,7 +22,7 @@ from lightning_ipu.engine.links import Links
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.engine.replica import MicroBatch, TrainingStep
 from lightning_ipu.engine.stages import StageState
-from lightning_ipu.plan import Plan, PlanError
+from lightning_ipu.plan import PlanError
 from lightning_ipu.precision.loss_scaling import LossScaling
 
 
@@ -63,7 +63,8 @@ class PipelinedReplica:
         module: the network.
         state: the network cut into stages, and what of it is here.
         processes: who holds which stages.
-        plan: how many micro-batches.
+        accumulation: micro-batches of a replica.
+        per_update: micro-batches of a weight update, over all replicas.
         schedule: as for `passes_ahead`.
         scaling: of the loss, None without.
         on_micro_batch: told of each micro-batch that has gone through.
@@ -77,7 +78,8 @@ class PipelinedReplica:
         module: nn.Module,
         state: StageState,
         processes: Processes,
-        plan: Plan,
+        accumulation: int,
+        per_update: int,
         schedule: str,
         scaling: LossScaling | None,
         on_micro_batch: Callable[[], None],
@@ -85,7 +87,7 @@ class PipelinedReplica:
     ) -> None:
         self._step, self._module, self._scaling, self._on_micro_batch = step, module, scaling, on_micro_batch
         self._is_first, self._is_last, self._device = processes.is_first, processes.is_last, processes.device
-        accumulation, self._per_update = plan.gradient_accumulation_factor, plan.micro_batches_per_update
+        self._per_update = per_update
         ahead = passes_ahead(schedule, accumulation=accumulation, part=processes.part, parts=processes.parts)
         self._passes, self._links = list(passes(accumulation, ahead)), Links(processes)
         self._schedule, self._processes = schedule, processes

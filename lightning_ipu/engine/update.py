@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_ipu.engine.buffers import ReplicaBuffers
 from lightning_ipu.engine.reduction import ReplicaSums, Stopping
 from lightning_ipu.engine.seeding import NamedRandomness
-from lightning_ipu.plan import Plan
 from lightning_ipu.precision.loss_scaling import LossScaling
 
 Hook = Callable[..., Any]
@@ -48,7 +47,7 @@ class Engine:
     The network is one object; what replicas hold apart from each other within an update (gradients, buffers) is kept beside it.
 
     Args:
-        plan: how many replicas and micro-batches.
+        accumulation: micro-batches of a replica.
         replicas: those that run here, in turn.
         replica: runs one of them.
         optimizer: steps once per weight update.
@@ -67,7 +66,7 @@ class Engine:
     def __init__(
         self,
         *,
-        plan: Plan,
+        accumulation: int,
         replicas: range,
         replica: Replica,
         optimizer: Optimizer,
@@ -83,7 +82,8 @@ class Engine:
         scaling: LossScaling | None = None,
         update_weights: Callable[[int], None] | None = None,
     ) -> None:
-        self._plan, self._replicas, self._replica, self._optimizer, self._randomness = plan, replicas, replica, optimizer, randomness
+        self._accumulation, self._replicas, self._replica = accumulation, replicas, replica
+        self._optimizer, self._randomness = optimizer, randomness
         self._hooks, self._held, self._buffers, self._sums, self._share = hooks, held, buffers, sums, share
         self._stopping, self._zero_grad, self._clip, self._scaling = stopping, zero_grad or optimizer.zero_grad, clip, scaling
         self._update_weights = update_weights
@@ -116,7 +116,7 @@ class Engine:
         for replica in self._replicas:
             if buffers is not None:
                 buffers.begin_replica()
-            number = first_micro_batch + replica * self._plan.gradient_accumulation_factor
+            number = first_micro_batch + replica * self._accumulation
             hooks = self._hooks.before_backward if result is None else ()
             outputs = self._replica.run(take, update=update, replica=replica, first_micro_batch=number, before_backward=hooks)
             result = result or outputs

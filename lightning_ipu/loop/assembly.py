@@ -160,7 +160,7 @@ class Assembly:
         placed = self._in_stages(stopping) if in_stages else self._whole(self._clip(hooks, optimizer))
         keeps_buffers = plan.replication_factor > 1 or self.scaling is not None or self.undoes
         return Engine(
-            plan=plan,
+            accumulation=plan.gradient_accumulation_factor,
             replicas=range(plan.replication_factor) if processes is None else processes.replicas,
             optimizer=optimizer,
             randomness=self._randomness,
@@ -197,7 +197,8 @@ class Assembly:
             module=module,
             state=self.stages,
             processes=processes,
-            plan=self._plan,
+            accumulation=self._plan.gradient_accumulation_factor,
+            per_update=self._plan.micro_batches_per_update,
             schedule=self._schedule,
             scaling=self.scaling,
             on_micro_batch=self._fit.count_micro_batch,
