@@ -52,6 +52,10 @@ SHRUNK = {
     "python -m resnet_ipu --size 20 --synthetic-data ipu": _ONE.replace("--dataset SAMPLE ", ""),
     "python -m resnet_ipu --size 20 --mixup 0.2 --cutmix 1 --auto-augment trivialaugment --ema 0.999": _ONE,
     "python -m resnet_ipu": _ONE,
+    "python -m resnet_ipu fit --model flowers.Net --data flowers.Data --trainer.max_epochs 1": "--trainer.default_root_dir own",
+    "python -m resnet_ipu fit --model lightning_ipu.ImageClassifier --model.network flowers.Network --data.dataset SAMPLE": (
+        "--trainer.max_steps 1 --trainer.limit_val_batches 1 --trainer.default_root_dir own_network"
+    ),
     "python -m resnet_ipu --size 8 --epochs 3 --keep-last 3": f"{_RESNET} 1",
     "python -m resnet_ipu fit --config resnet50_torchvision_v1 --data.data_dir DIR": (
         "--data.image_size 32 --data.eval_image_size 32 --data.eval_resize 36 --data.micro_batch_size 2 --data.num_workers 0 --trainer.max_steps 1"
@@ -102,6 +106,15 @@ MEASURED_APART = {
     "python benchmarks/cosmoflow.py",
     "python benchmarks/busy.py --busy 0 --rounds 3",
 }
+FLOWERS = """
+from pytorch_lightning.demos.boring_classes import BoringDataModule as Data, BoringModel as Net
+from torch import nn
+
+
+class Network(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(28 * 28, 10))
+"""
 # "Add `--processes 2` to run the last two on two processes", under the table of cifar_ipu's original scripts.
 ON_TWO = [f"{line} --processes 2" for line in SHRUNK if "--replicas 2" in line or "--model-shard-position 7" in line]
 PROCESSES = [line for line in SHRUNK if "--processes 2" in line]
@@ -122,6 +135,7 @@ def place(tmp_path_factory):
     """The directory that all lines run in, with images in DIR, universes in UNIVERSES and a file of torchvision's weights."""
     folder = tmp_path_factory.mktemp("readme")
     make_tree(folder / "DIR")
+    (folder / "flowers.py").write_text(FLOWERS)
     torch.save(torchvision.models.resnet50(num_classes=4).state_dict(), folder / "resnet50.pth")
     return folder
 
@@ -207,6 +221,7 @@ def test_a_benchmark_that_is_measured_apart_takes_its_published_options(line, mo
 @pytest.mark.parametrize("line", [line for line in SHRUNK if line in published() and line not in PROCESSES and line[:5] != "torch"])
 def test_a_published_line_runs(line, place, own_process, monkeypatch, capfd):
     monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)  # as `python -m` has the current directory
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     if "mlperf" in line:
         assert importlib.import_module("cosmoflow_ipu.__main__").main(words_of("generate --output-dir DIR", SHRUNK[GENERATE])) == 0
