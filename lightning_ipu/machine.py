@@ -1,6 +1,6 @@
-"""What a command settles before its first big allocation: its place among processes, cores, memory, and how the big libraries are loaded.
+"""What a command settles before its first big allocation: its rank, cores, memory, and how the big libraries are loaded.
 
-None of them is part of the plan: they move the speed and, at most, a sum's last bit. Each gives way to what the user set in
+None of them is part of the plan: they change the speed and at most the last bit of a sum. Each gives way to what the user set in
 the environment. Nothing here imports torch before it is needed.
 """
 
@@ -213,7 +213,7 @@ def keep_freed_memory() -> bool:
 
 
 def load(module: str) -> None:
-    """Import a module with the garbage collector at rest, and keep the collector off what was imported from then on.
+    """Import a module with the garbage collector off, and exempt what was imported from later collections.
 
     torch and Lightning are a million objects that stay to the program's end. To look through them again and again takes 3 of the 8 s of
     CPU time of a short command, and a second at a time, later on, out of training.

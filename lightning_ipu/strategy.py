@@ -60,7 +60,7 @@ class IPUStrategy(ProcessStrategy):
         stochastic_rounding: of the weight update where weights are 16-bit (the Trainer's precision bf16-true or 16-true).
         pipeline_validation: validate during a fit over the stages where they are, forward only, where processes hold a stage each; without
             it each of them fetches the whole network and validates a share of the batches.
-        validation_replicas: copies of the whole network that validate at once, at most one in each process; by default all.
+        validation_replicas: copies of the whole network that validate at once, at most and by default one in each process.
         bind_cores: keep each of several processes that compute on the CPU to its own share of the machine's cores.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout: as in DDPStrategy.
 
@@ -311,7 +311,7 @@ class IPUStrategy(ProcessStrategy):
         return self._fit is None or self._fit.holds(name)
 
     def merged(self, held: dict[str, Any]) -> dict[str, Any]:
-        """What the processes of a replica hold by parameter's or buffer's name, as one dictionary in each; to be called by all alike."""
+        """What the processes of a replica hold, by the name of a parameter or buffer, as one dictionary in each; all must call this."""
         return held if self._stages is None else self._stages.merged(held)
 
     @property

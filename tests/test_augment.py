@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import ImageDataModule
-from lightning_ipu.data.order import Shard
+from lightning_ipu.data.order import Share
 from lightning_ipu.data.training import TrainingData
 from resnet_ipu.augment import Mixing
 from resnet_ipu.module import ResNetModule
@@ -65,7 +65,7 @@ def test_each_option_does_what_it_says():
 def parts(module: ImageDataModule, workers: int = 0) -> list[torch.Tensor]:
     """The images of the first micro-batches of epoch 1."""
     loaded = DataLoader(module._parts["train"], batch_size=8, shuffle=True, num_workers=workers)
-    stream = TrainingData(loaded, seed=5, shard=Shard(places=range(1), per_update=1)).epoch(1, first=0, last=4)
+    stream = TrainingData(loaded, seed=5, share=Share(places=range(1), per_update=1)).epoch(1, first=0, last=4)
     return [batch[0] for batch in stream]
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from lightning_ipu.data.evaluation import EvaluationData
 from lightning_ipu.data.host_steps import HostStep
-from lightning_ipu.data.order import Shard, epoch_order
+from lightning_ipu.data.order import Share, epoch_order
 from lightning_ipu.data.training import TrainingData
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix
@@ -208,7 +208,7 @@ TENSORS = TensorDataset(torch.rand(30, 1, 2), torch.arange(30), torch.rand(30, d
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_micro_batches_of_tensors_are_what_the_default_collation_makes(dataset, workers):
-    data = TrainingData(DataLoader(dataset, batch_size=4, num_workers=workers), seed=0, shard=Shard(places=range(1), per_update=1))
+    data = TrainingData(DataLoader(dataset, batch_size=4, num_workers=workers), seed=0, share=Share(places=range(1), per_update=1))
     ours, theirs = list(data.epoch(0, first=0, last=2)), list(DataLoader(dataset, batch_size=4))[:2]
     for batch, expected in zip(ours, theirs, strict=True):
         assert type(batch) is type(expected)
@@ -738,12 +738,12 @@ def test_no_worker_outlives_a_fit(persistent, options):
 
 
 def test_a_training_data_set_knows_its_micro_batches():
-    data = TrainingData(numbered(11, 2), seed=0, shard=Shard(places=range(1), per_update=1))
+    data = TrainingData(numbered(11, 2), seed=0, share=Share(places=range(1), per_update=1))
     assert (data.micro_batch_size, data.samples, data.micro_batches, data.is_stream) == (2, 11, 5, False)
     assert [batch[0].tolist() for batch in data.epoch(0, first=2, last=4)] == [[4, 5], [6, 7]]
-    odd = TrainingData(numbered(16, 2), seed=0, shard=Shard(places=range(1, 2), per_update=2))
+    odd = TrainingData(numbered(16, 2), seed=0, share=Share(places=range(1, 2), per_update=2))
     assert [batch[0].tolist() for batch in odd.epoch(0, first=2, last=8)] == [[6, 7], [10, 11], [14, 15]]
-    stream = TrainingData(DataLoader(Stream(11), batch_size=2), seed=0, shard=Shard(places=range(1), per_update=1))
+    stream = TrainingData(DataLoader(Stream(11), batch_size=2), seed=0, share=Share(places=range(1), per_update=1))
     assert (stream.samples, stream.micro_batches, stream.is_stream) == (None, None, True)
     assert [batch.tolist() for batch in stream.epoch(0, first=3, last=None)] == [[6, 7], [8, 9]]
 

@@ -57,13 +57,11 @@ def _add_run(parser: LightningArgumentParser, prog: str) -> None:
         default="bf16",
         help="the 16-bit type of precision 16.16 and 16.32; fp16 is for GPUs",
     )
-    parser.add_argument(
-        "--resume", type=bool, default=False, help="go on with the run in default_root_dir; begin it where there is none yet"
-    )
+    parser.add_argument("--resume", type=bool, default=False, help="resume the run in default_root_dir; start it if there is none yet")
     parser.add_argument(
         "--checkpoint_every", type=PositiveInt | None, default=None, help="weight updates between checkpoints; null: one per epoch"
     )
-    parser.add_argument("--keep_last", type=PositiveInt, default=1, help="latest checkpoints that are kept")
+    parser.add_argument("--keep_last", type=PositiveInt, default=1, help="how many of the latest checkpoints are kept")
     parser.add_argument(
         "--short_options",
         type=dict | None,
@@ -74,24 +72,24 @@ def _add_run(parser: LightningArgumentParser, prog: str) -> None:
     parser.add_argument(
         "--epochs",
         type=PositiveFloat | None,
-        help="passes over the training set, fractions allowed: with one the run ends after round(epochs x weight updates per epoch)."
-        " In place of trainer.max_epochs; saved as what it comes to.",
+        help="passes over the training set; may be a fraction: the run then ends after round(epochs x weight updates per epoch)."
+        " In place of trainer.max_epochs, or max_steps, under which the result is saved.",
     )
 
 
 def _add_reports(parser: LightningArgumentParser) -> None:
-    """What is said while it runs, and scored afterwards."""
+    """What is printed and logged while it runs, and scored afterwards."""
     parser.add_argument(
         "--then_validate",
         type=bool,
         default=False,
-        help="after fit, score the final weights, unless it ended with a validation of them, and the checkpoints made per epoch",
+        help="after fit, validate the final weights, unless it ended with a validation of them, and the checkpoints made per epoch",
     )
     parser.add_argument("--then_test", type=bool, default=False, help="after fit, score the test set")
     parser.add_argument(
         "--log_interval",
         type=PositiveFloat | None,
-        help="seconds between lines that say how far a run is; null is 10, and beside a terminal's moving line none",
+        help="seconds between progress lines; null is 10, but none on a terminal, which shows a progress bar",
     )
     parser.add_argument(
         "--checkpoint_input_dir",
@@ -106,7 +104,7 @@ def _add_reports(parser: LightningArgumentParser) -> None:
 
 
 def check_settings(config: Namespace) -> None:
-    """Refuse what Lightning, numpy or the system would take for something else, or die of."""
+    """Refuse values that Lightning, numpy or the system would misread or crash on."""
     seed = config.seed_everything
     if not isinstance(seed, bool) and not 0 <= seed <= LARGEST_SEED:
         raise UserError(f"seed_everything={seed} must lie between 0 and {LARGEST_SEED}")
@@ -121,7 +119,7 @@ def check_settings(config: Namespace) -> None:
 
 
 def set_up_machine(threads: int | None = None, keep_freed_memory: bool = True, *, processes: int = 1) -> None:
-    """Make the settings that move the speed and no number, before anything big is allocated.
+    """Make the settings that change the speed but no result, before anything large is allocated.
 
     Args:
         threads: threads of one operation; null is OMP_NUM_THREADS, or this process's share of the cores that it may use.

@@ -20,7 +20,7 @@ from lightning_ipu.command.streams import lasting_streams
 from lightning_ipu.command.words import arranged
 from lightning_ipu.errors import UserError
 
-_OF_ONE_START = ("resume", "output_dir", "log_dir", "log_dir_string")  # not of the run: it may be moved
+_OF_ONE_START = ("resume", "output_dir", "log_dir", "log_dir_string")  # not part of the run: it may be moved
 
 
 def output_directory(given: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ def output_directory(given: Mapping[str, Any]) -> str:
 
 
 def _resumed(given: dict[str, Any], options: Sequence[Option], prog: str) -> dict[str, Any]:
-    """The short options that the run in the output directory was started with, under those that are given now."""
+    """The short options that the run in the output directory was started with, overridden by those that are given now."""
     directory = output_directory(given)
     if not Path(directory, "config.yaml").exists():
         return given  # the run begins

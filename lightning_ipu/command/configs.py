@@ -1,4 +1,4 @@
-"""Named configurations: short options in a YAML file, which stand below the command line and above the defaults.
+"""Named configurations: short options in a YAML file. They override the defaults, and the command line overrides them.
 
 A file holds one option a line, by its name without dashes, and perhaps `base`, the configuration that it changes, and `ipu_hardware`: settings
 that steer an IPU's compiler and change no number. Those are checked, listed at the start of a run, and have no effect. Nothing here imports torch.
@@ -61,7 +61,7 @@ def read(name: str, *, folder: Path, options: Sequence[Option], prog: str, seen:
         if option.refused:
             raise ConfigError(f"{path}: {key}: {option.refused}")
         if option.dest in own:
-            raise ConfigError(f"{path}: {key}: {option.name} is said twice")
+            raise ConfigError(f"{path}: {key}: {option.name} is given twice")
         own[option.dest] = value if value is None else _value(option, key, value, path)
     values = {name: value for name, value in overlay(values, own, options).items() if value is not None}
     if hardware is not None:
@@ -72,7 +72,7 @@ def read(name: str, *, folder: Path, options: Sequence[Option], prog: str, seen:
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any], options: Iterable[Option]) -> dict[str, Any]:
-    """The options of `below` under those of `above`: what one of them excludes goes."""
+    """The options of `below`, overridden by those of `above`, which also remove the options that they exclude."""
     kept = dict(below)
     for option in options:
         for other in option.excluded:

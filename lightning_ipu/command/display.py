@@ -135,10 +135,10 @@ class RunDisplay(ProgressBar):
         self._live: Live | None = None
         self._ticker: _Ticker | None = None
         self._clock = _TrainingClock()
-        self._stage = ""  # what an evaluation is called while it runs
-        self._stage_done, self._stage_total = 0, 0
+        self._evaluation = ""  # what an evaluation is called while it runs
+        self._batches_done, self._batches_total = 0, 0
         self._epoch, self._epoch_start = 1, 0.0  # Lightning's own count already rises at an epoch's end
-        self._last_stage_seconds = 0.0
+        self._last_evaluation_seconds = 0.0
 
     # -- what Lightning asks of a progress bar
 
@@ -216,45 +216,45 @@ class RunDisplay(ProgressBar):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_stage(trainer, "validating", trainer.num_val_batches)
+        self._begin_evaluation(trainer, "validating", trainer.num_val_batches)
 
     @override
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_stage(trainer, "testing", trainer.num_test_batches)
+        self._begin_evaluation(trainer, "testing", trainer.num_test_batches)
 
     @override
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_stage(trainer, "predicting", trainer.num_predict_batches)
+        self._begin_evaluation(trainer, "predicting", trainer.num_predict_batches)
 
     @override
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._stage_done += 1
+        self._batches_done += 1
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.validated_at = trainer.global_step
-        self._end_stage(trainer)
+        self._end_evaluation(trainer)
 
     @override
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end_stage(trainer)
+        self._end_evaluation(trainer)
 
     on_predict_end = on_test_end
 
-    def _begin_stage(self, trainer: pl.Trainer, name: str, batches: Any) -> None:
+    def _begin_evaluation(self, trainer: pl.Trainer, name: str, batches: Any) -> None:
         self.started = True
         self._clock.pause()
         total = sum(batches) if isinstance(batches, list) else batches
-        self._stage, self._stage_done, self._stage_total = name, 0, int(total) if math.isfinite(total) else 0
-        self._stage_start = time.monotonic()
+        self._evaluation, self._batches_done, self._batches_total = name, 0, int(total) if math.isfinite(total) else 0
+        self._evaluation_start = time.monotonic()
         if trainer.state.fn != "fit":
             self._begin_drawing()
 
-    def _end_stage(self, trainer: pl.Trainer) -> None:
-        self._last_stage_seconds = time.monotonic() - self._stage_start
-        self._stage = ""
+    def _end_evaluation(self, trainer: pl.Trainer) -> None:
+        self._last_evaluation_seconds = time.monotonic() - self._evaluation_start
+        self._evaluation = ""
         if trainer.state.fn != "fit":
             self._end_drawing()
 
@@ -289,8 +289,8 @@ class RunDisplay(ProgressBar):
         return table
 
     def _position(self) -> tuple[int, int | None]:
-        if self._stage:
-            return self._stage_done, self._stage_total
+        if self._evaluation:
+            return self._batches_done, self._batches_total
         progress = self.trainer.strategy.progress
         return progress.updates_done, progress.updates_per_epoch
 
@@ -298,8 +298,8 @@ class RunDisplay(ProgressBar):
         """Where the run is, in one line, from the live counters."""
         trainer = self.trainer
         done, total = self._position()
-        if self._stage:
-            return f"{self._stage} · batch {done:,}{_of(self._stage_total)}"
+        if self._evaluation:
+            return f"{self._evaluation} · batch {done:,}{_of(self._batches_total)}"
         parts = [f"epoch {self._epoch}{_of(trainer.max_epochs)}", f"update {done:,}{_of(total)}"]
         latest = trainer.strategy.progress.latest
         loss = latest.get(self.names["train"], latest.get(f"{self.names['train']}_step"))
@@ -325,7 +325,7 @@ class RunDisplay(ProgressBar):
             return None
         updates = max(0, min(ends) - trainer.current_epoch * epoch - progress.updates_done)
         validations = math.ceil(updates / epoch)
-        return updates * trainer.strategy.plan.samples_per_update / rate + validations * self._last_stage_seconds
+        return updates * trainer.strategy.plan.samples_per_update / rate + validations * self._last_evaluation_seconds
 
 
 class _TrainingClock:

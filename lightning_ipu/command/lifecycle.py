@@ -1,4 +1,4 @@
-"""How a run's state is kept and how a run ends: its checkpoints, Ctrl-C and SIGTERM, and where the next start finds it again."""
+"""A run's checkpoints, and how Ctrl-C and SIGTERM end it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETTINGS = "command_settings"  # in a checkpoint: precision and data as Lightnin
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint in ``directory`` with which its run goes on: ``last.ckpt``, else the one after the most weight updates."""
+    """The checkpoint in ``directory`` from which its run resumes: ``last.ckpt``, else the one after the most weight updates."""
     if (directory / LAST).is_file():
         return directory / LAST
     loaded = {path: read_checkpoint(path) for path in directory.glob("*.ckpt")}
@@ -39,7 +39,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
     return max(found, key=lambda path: (found[path], path.name), default=None)
 
 
-def stages_of(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
+def in_order(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
     """Checkpoints in the order of their weight updates: (weight updates, epochs done, file); ``last.ckpt`` only where it is no second name."""
     found = []
     for path in paths:
@@ -47,16 +47,16 @@ def stages_of(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
         epochs = checkpoint[KEY]["position"]["epoch"] if KEY in checkpoint else checkpoint["epoch"]
         found.append((weight_updates_in(checkpoint), epochs, path))
     others = {updates for updates, _, path in found if path.name != LAST}
-    return sorted(stage for stage in found if stage[2].name != LAST or stage[0] not in others)
+    return sorted(one for one in found if one[2].name != LAST or one[0] not in others)
 
 
 class SignalHandler:
     """Ctrl-C and SIGTERM: the first one asks a training run to end at the next weight update, the second one ends it at once.
 
     Signals within a second are one: `timeout` sends one to the process and one to its group, and so do a terminal and torchrun together.
-    Python calls a handler between two of its own instructions, never inside a call of C++: a process that waits there for others, which
-    may not come for half an hour, would be deaf. So a thread, too, is told of every signal (it reads the number from a socket that Python's
-    C handler writes to), and ends the process that a signal should have ended 2 s ago.
+    Python runs a handler between two of its own instructions, never inside a call of C++: a process that waits there for other processes,
+    for up to half an hour, would not react. So a thread also reads every signal's number (from a socket that Python's C handler writes to)
+    and ends the process 2 s after a signal that should have ended it.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ class SignalHandler:
                 signal.signal(signum, self._handle)
 
     def listen(self) -> None:
-        """Start the thread that ends a deaf process, until `release`."""
+        """Start the thread that ends a process which does not react to a signal, until `release`."""
         if threading.current_thread() is threading.main_thread():
             heard, self._told = socket.socketpair()
             self._told.setblocking(False)
             self._told_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._end_the_deaf, args=(heard,), daemon=True).start()
+            threading.Thread(target=self._end_if_stuck, args=(heard,), daemon=True).start()
 
     def release(self) -> None:
         """End the handling of signals, since the run is over: the earlier handlers are restored."""
@@ -101,7 +101,7 @@ class SignalHandler:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def _end_the_deaf(self, heard: socket.socket) -> None:
+    def _end_if_stuck(self, heard: socket.socket) -> None:
         asked: float | None = None
         with heard:
             while number := heard.recv(1):
@@ -155,7 +155,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class RunCheckpoints(Callback):
-    """Keeps ``last.ckpt``, the latest state: after every so many weight updates, each epoch, the training, and when a signal ends it.
+    """Keeps ``last.ckpt``, the latest state: saved after every so many weight updates, each epoch, the training, and when a signal ends it.
 
     It saves when all that follows a weight update or an epoch is over (logs, validation, the epoch's end), so that the run that goes on
     from there repeats nothing and leaves nothing out. Only a signal during a validation does not wait for its end: the resumed run repeats
@@ -163,9 +163,9 @@ class RunCheckpoints(Callback):
 
     Args:
         directory: of the checkpoints.
-        every: weight updates from one checkpoint to the next, None for those of the epochs alone.
-        keep: how many of the latest are kept, under their numbers of weight updates; 1 keeps ``last.ckpt`` alone.
-        events: says how often per epoch instead, where it says anything about checkpoints; all of those are kept if ``keep`` is 1.
+        every: weight updates from one checkpoint to the next, None for one per epoch only.
+        keep: how many of the latest are kept, under their numbers of weight updates; 1 keeps ``last.ckpt`` only.
+        events: its number of checkpoints per epoch, if set, replaces ``every``; all of them are kept if ``keep`` is 1.
     """
 
     def __init__(

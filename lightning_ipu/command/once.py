@@ -1,4 +1,4 @@
-"""Say a thing once for all processes of a command, before a run has a Trainer that knows which of them is the first."""
+"""Print a line once for all processes of a command, before there is a Trainer that knows their ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lightning_ipu import machine
 
 
 def warn(text: str, *, prog: str) -> None:
-    """Say what is worth a line before a run begins; of several processes the first does."""
+    """Print a warning before a run begins, in the first process only."""
     say_once(f"{prog}: warning: {text}")
 
 
 def report(text: str, *, prog: str) -> None:
-    """Print the error that ends this process, once for all of them: what they refuse alike, the first says at once.
+    """Print the error that ends this process, once for all processes: the first prints it immediately.
 
-    torchrun ends all as soon as one has ended, maybe before the first has spoken: so the others wait for that, or for the end of the
-    process that started them, and speak only where neither comes, because the error is theirs alone.
+    torchrun ends all processes as soon as one has ended, perhaps before the first has printed. So the others wait to be ended, or for the end
+    of the process that started them, and print only if neither happens: then the error is theirs alone.
     """
     parent, deadline = machine.LAUNCHED_BY or os.getppid(), time.monotonic() + machine.GRACE
     while machine.started_rank() > 0 and time.monotonic() < deadline:
@@ -30,7 +30,7 @@ def report(text: str, *, prog: str) -> None:
 
 
 def is_answered_by_the_first(arguments: Sequence[str]) -> bool:
-    """Whether the words ask for a help or the version, and another process prints it."""
+    """Whether the arguments ask for the help or the version, which another process prints."""
     asks = any(word in ("-h", "--help", "--version", "--print_config") for word in arguments)
     return asks and machine.started_rank() > 0
 

@@ -23,7 +23,7 @@ class Option:
     Args:
         name: as typed, ``--batch-size``.
         key: LightningCLI's key that a given value goes to; None where the command's own rules turn the value into settings.
-        sets: what a flag puts there: false for one that switches something off. A flag that is given as false puts the opposite.
+        sets: the value that a flag gives to it: false for a flag that switches something off. A flag given as false gives the opposite.
         type: what reads the text; ``bool`` makes the option a flag, which takes true or false as well.
         default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
             says which.
@@ -32,7 +32,7 @@ class Option:
         group: heading in the help.
         metavar: placeholder for the value in the help.
         excludes: an option, or several, that cannot be given together with this one.
-        refused: why the option, known from older programs, is not to be had here. It is listed in the help, and refused by name.
+        refused: why this option of the original programs is not supported. The help lists it, and it is refused by name.
         aliases: the option's names in the original programs.
     """
 
@@ -90,7 +90,7 @@ MACHINE_OPTIONS = (
         key="trainer.strategy.bind_cores",
         sets=False,
         type=bool,
-        help="let several processes wander over the cores; else each keeps to its share of them",
+        help="do not bind processes to cores; else each of several keeps to its share of them",
     ),
 )
 
@@ -100,7 +100,7 @@ CHECKPOINT_OPTIONS = (
         group="checkpoints",
         key="resume",
         type=bool,
-        help="go on with the run in the output directory, with the options it was started with; where there is none yet, begin it",
+        help="resume the run in the output directory, with the options it was started with; start it if there is none yet",
     ),
     Option(
         name="--checkpoint-every",
@@ -116,7 +116,7 @@ CHECKPOINT_OPTIONS = (
         key="keep_last",
         type=positive(),
         default=1,
-        help="keep the latest N of them, beside the best",
+        help="keep the latest N checkpoints, beside the best",
     ),
 )
 
@@ -127,7 +127,7 @@ AVERAGE_OPTIONS = (
         metavar="DIR",
         type=path,
         shown="results/checkpoints",
-        help="the checkpoints of a run; its output directory will do",
+        help="directory of a run's checkpoints, or the run's output directory",
     ),
     Option(
         name="--checkpoint-output-path",
@@ -135,7 +135,7 @@ AVERAGE_OPTIONS = (
         metavar="FILE",
         type=path,
         shown="averaged.ckpt beside them",
-        help="gets the average",
+        help="file for the average",
     ),
     Option(
         name="--weight-avg-strategy",

@@ -27,7 +27,7 @@ TRAIN_REPORT, EVAL_REPORT = "train_report.txt", "eval_report.txt"
 
 
 class OutputDirectory:
-    """The one place that a run writes to. While it is claimed no other run on this machine can claim it.
+    """The one directory that a run writes to, locked against other runs on this machine until `release`.
 
     Raises OutputDirectoryError where the directory cannot be made or written, or is in use.
     """
@@ -51,13 +51,13 @@ class OutputDirectory:
                 pass
 
     def begin(self) -> None:
-        """Say whose the directory is, now that something is written to it."""
+        """Write this process's id into the lock file, for the messages of other runs."""
         with named_when_full(self.path / ".lock"):
             os.ftruncate(self._lock.fileno(), 0)
             os.write(self._lock.fileno(), f"{os.getpid()}\n".encode())
 
     def release(self) -> None:
-        """Let other runs claim the directory."""
+        """Unlock the directory."""
         self._lock.close()
 
     def set_aside_earlier_run(self) -> Path | None:
@@ -85,7 +85,7 @@ class OutputDirectory:
 
 
 class MetricsFile(Logger):
-    """Lightning logger that appends one row per weight update to ``metrics.csv``; columns appear as values do.
+    """Lightning logger that appends one row per weight update to ``metrics.csv``; a column is added with the first value of its name.
 
     Everything logged at one step (a training step, the validation after it, the epoch's averages) shares a row, so ``step``, the number of
     weight updates, is strictly increasing. A row is written once its step is over, at every checkpoint and at the end.
@@ -142,7 +142,7 @@ class MetricsFile(Logger):
             self._row.update(metrics, step=step)
 
     def go_on_after(self, updates: int) -> None:
-        """The run goes on after so many weight updates: what the file says of later ones is cut off as soon as something is logged."""
+        """The run resumes after so many weight updates: rows of later ones are removed as soon as something is logged."""
         self._kept_until = updates
 
     def flush(self) -> None:

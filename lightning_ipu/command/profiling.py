@@ -23,7 +23,7 @@ class ProfileReports(Callback):
     """Profiles a little of the training and of each kind of evaluation, and writes a table of operators for each.
 
     Of training it is the second host step, or the first where there is no other (first steps allocate memory and choose kernels); of a
-    validation or test of its own, as opposed to those inside a fit, up to 10 batches. The reports go to the Trainer's ``default_root_dir``; an
+    validation or test outside of a fit, up to 10 batches. The reports go to the Trainer's ``default_root_dir``; an
     evaluation's earlier report is kept as ``eval_report-1.txt``, .... Of several processes the first one is profiled, as the report says.
     """
 

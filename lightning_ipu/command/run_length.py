@@ -1,4 +1,4 @@
-"""How long a run is: epochs, weight updates and limits, settled from the settings that speak of it."""
+"""The length of a run: its epochs, weight updates and limits, from all the settings for them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run_length(
     epochs: float | None,
     usual: Callable[[LightningDataModule], tuple[int, str | None]],
 ) -> tuple[dict[str, int], str | None]:
-    """The Trainer's bounds where they are not its own settings, and how many epochs the run has, in words, where it is known.
+    """The Trainer's settings that bound the run, if it has none of its own, and the number of epochs in words, None if unknown.
 
     Args:
         trainer: the Trainer's settings, its strategy built.
-        epochs: that are asked for beside them.
+        epochs: asked for outside of the Trainer's settings.
         usual: how many epochs are trained where nothing says how many, and why, in words, where that is worth a line.
     """
     bounded = trainer.max_epochs is not None or trainer.max_steps != -1 or trainer.max_time is not None
@@ -57,7 +57,7 @@ def run_length(
 
 
 def limit(subcommand: str, trainer: Namespace, words: Sequence[str]) -> dict[str, float]:
-    """The Trainer's limit on what is to be done; of a run that was not validated all is, now that somebody asks for it."""
+    """The Trainer's limit on a subcommand's batches: an evaluation that is asked for takes all, even if the run itself had none."""
     for name in ("max_epochs", "max_steps"):
         if subcommand == "fit" and trainer[name] == 0:
             raise UserError(f"trainer.{name}=0 trains nothing; give at least 1")

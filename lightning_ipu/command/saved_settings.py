@@ -1,4 +1,4 @@
-"""The settings that a checkpoint was trained with: what a start takes from them, and in what it differs."""
+"""The settings that a checkpoint was trained with: which of them a later start takes over, and how its own differ."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def settings_in(
 def compare_settings(config: Namespace, checkpoint: dict[str, Any], saved: dict[str, Any]) -> None:
     """Refuse to go on with another plan or model than the `saved` settings, and say which settings of the data are others.
 
-    The plan comes first: a learning rate that follows from it is no cause, and would be named as one.
+    The plan is compared first: a learning rate that follows from it would otherwise be named as the difference.
     """
     different = {}
     if (numbers := checkpoint.get(KEY, {}).get("numbers")) is not None and hasattr(config.trainer.strategy, "init_args"):

@@ -1,4 +1,4 @@
-"""What a command trains, scores and predicts, and what it prints and leaves when that is over."""
+"""The subcommands fit, validate, test and predict, with the lines and files that each ends with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytorch_lightning.cli import LightningCLI
 from rich.console import Console
 
 from lightning_ipu.command.display import RunDisplay, closing_lines, counted, score_table
-from lightning_ipu.command.lifecycle import LAST, BestCheckpoint, RunCheckpoints, stages_of
+from lightning_ipu.command.lifecycle import LAST, BestCheckpoint, RunCheckpoints, in_order
 from lightning_ipu.command.output import OutputDirectory, set_aside, write_scores
 from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write, check_writable
@@ -129,7 +129,7 @@ class Scoring(LightningCLI):
             check_writable(self.trainer.default_root_dir)
         rows: list[dict[str, Any]] = []
         loggers = self.trainer.loggers
-        for updates, epochs, path in stages_of(paths):
+        for updates, epochs, path in in_order(paths):
             is_final = updates == self.trainer.global_step and path in made.values()
             self.trainer.loggers = loggers if is_final else []  # whose x axis stands at the run's end
             scores = self._only(

@@ -1,4 +1,4 @@
-"""Standard output and error that a run survives losing: it goes on when their reader has ended or the disk is full.
+"""Keep a run alive when standard output or error is lost: their reader has ended, or the disk is full.
 
 In `python -m resnet_ipu | head -1` the reader ends after one line. The run goes on, says so once on standard error, and drops what it
 would print; its results are in the output directory.

@@ -1,4 +1,4 @@
-"""Answer a module's `self(...)`: the one call in the user's step that a pipeline carries out in its place."""
+"""Intercept a module's `self(...)`: the one call in the user's step that a pipeline carries out instead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Called(BaseException):
 def arguments_of_call(
     module: nn.Module, step: Callable[[], Any], what: str = "the training step"
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a step calls `self(...)` with; the step is left there.
+    """What a step calls `self(...)` with; the step is aborted at that call.
 
     Raises:
         PlanError: the step does not call it.

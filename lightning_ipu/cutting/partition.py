@@ -24,7 +24,7 @@ class Stage(nn.Module):
     """A slice of a network: a flat tuple of tensors in, a flat tuple of tensors out.
 
     Its parameters and buffers are the network's own, under their names there. Call it in the mode (training or not) that it was cut for.
-    What it hands on has exactly the shape, dtype and strides of its `outputs`, which is what a receiver has set memory aside for.
+    What it hands on has exactly the shape, dtype and strides of its `outputs`, for which the receiver has allocated memory.
 
     Args:
         inputs, outputs: what comes in and goes out, as meta tensors that require gradients where the values do.

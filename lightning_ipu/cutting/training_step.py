@@ -27,7 +27,7 @@ def cut_by_step(
     context: MakeContext,
     seeded: MakeContext,
 ) -> Partition:
-    """Cut a network into stages by its first micro-batch. The step is run twice: up to its call of `self(...)`, and whole around zeros.
+    """Cut a network into stages by its first micro-batch. The step runs twice: up to its call of `self(...)`, and whole, with zeros as that call's result.
 
     Args:
         module: the network.

@@ -1,1 +1,1 @@
-"""Order, shards and position of samples; loader workers; TFRecord files."""
+"""Order, shares and position of samples; loader workers; TFRecord files."""

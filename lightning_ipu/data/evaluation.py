@@ -1,4 +1,4 @@
-"""A user's loader in validation, test and prediction: every sample exactly once, under seeds of its own, shared out over processes."""
+"""A user's loader in validation, test and prediction: every sample exactly once, under seeds of its own, divided among processes."""
 
 from __future__ import annotations
 

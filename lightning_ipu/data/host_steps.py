@@ -21,7 +21,7 @@ class HostStep:
     Args:
         draw: makes one ready for the device, given its number within the host step.
         weight_updates: how many updates they are for.
-        goes_on: says after so many updates whether the epoch has data for another one; None where it is known to have.
+        goes_on: called with the number of updates done; whether the epoch has data for another one. None if that is known in advance.
     """
 
     def __init__(self, draw: Callable[[int], Any], weight_updates: int, goes_on: Callable[[int], bool] | None = None) -> None:
@@ -31,7 +31,7 @@ class HostStep:
         self._first: list[Any] = []
 
     def first(self) -> Any:
-        """The first micro-batch, before it is taken."""
+        """The first micro-batch, which `take` will still return."""
         self._first = [self.take()]
         return self._first[0]
 
@@ -49,7 +49,7 @@ class HostStep:
 
 
 class _Ahead:
-    """A stream's micro-batches, of which those of a whole weight update can be had in advance: only then is it known that there are so many."""
+    """A stream that is read ahead by a weight update: only then is it known whether it has that many micro-batches."""
 
     def __init__(self, stream: Iterator[Any], per_update: int) -> None:
         self._stream, self._per_update, self._held = stream, per_update, deque()
@@ -116,7 +116,7 @@ def host_steps(
             updates = 1 if last is None else next_updates()
             yield (host_step := HostStep(lambda number: ready(fetch(), number), updates, ahead and goes_on))
             first += host_step.done * per_update  # fewer than it may hold where it was ended early
-            for _ in range(host_step.done * len(data.shard.places) - host_step.drawn):
+            for _ in range(host_step.done * len(data.share.places) - host_step.drawn):
                 fetch()  # a middle stage has fetched only the first
     finally:
         stream = ahead = None  # ends the loader's workers, whoever still holds a host step

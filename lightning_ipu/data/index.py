@@ -1,4 +1,4 @@
-"""What was found out about a data set's files, kept so that it is found out once: for the next start, or for a run's other processes."""
+"""A cache of what is known about a data set's files, for the next start and for a run's other processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_ipu.files import atomic_write
 
 
 class Index:
-    """Findings by name, numpy arrays or what JSON holds, in a file; who uses them checks that they fit the data as they are now.
+    """Values by name, numpy arrays or JSON, cached in a file; the caller checks that they still fit the data.
 
-    It is a cache: a file that is damaged counts as none, and a folder that cannot be written to is no fault.
+    A damaged file counts as missing, and a folder that cannot be written to is no error.
 
     Args:
         folder: where the file is kept for the next start; None keeps nothing beyond the run.
         name: of the file, without its suffix.
-        shared: without a folder, let the other processes that a launcher starts on this machine have the findings until the run ends.
+        shared: without a folder, share the values with the other processes that a launcher starts on this machine, until the run ends.
     """
 
     def __init__(self, folder: Path | None, name: str, *, shared: bool = False) -> None:

@@ -46,7 +46,7 @@ def state_of(source: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class Share:
     """The micro-batches of every weight update that a process needs: those in `places` of each `per_update`."""
 
     places: range
@@ -59,8 +59,8 @@ class Shard:
 class MicroBatchSampler:
     """Batch sampler of an epoch's micro-batches from number `first` to number `last`, each with the epoch it belongs to."""
 
-    def __init__(self, sampler: Sampler, *, seed: int, micro_batch_size: int, shard: Shard) -> None:
-        self.sampler, self.seed, self.micro_batch_size, self.shard = sampler, seed, micro_batch_size, shard
+    def __init__(self, sampler: Sampler, *, seed: int, micro_batch_size: int, share: Share) -> None:
+        self.sampler, self.seed, self.micro_batch_size, self.share = sampler, seed, micro_batch_size, share
         self.epoch, self.first, self.last = 0, 0, 0
         self.began: tuple[int, Any] | None = None  # an epoch, and the sampler's state at its beginning
 
@@ -71,7 +71,7 @@ class MicroBatchSampler:
         if len(order) < self.last * size:
             raise PlanError(f"{type(self.sampler).__name__} gave {len(order)} samples in epoch {epoch}, fewer than its length promised")
         for number in range(self.first, self.last):
-            if number in self.shard:
+            if number in self.share:
                 yield epoch, order[number * size : (number + 1) * size]
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ipu.data.attributes import OPAQUE, attribute_words
-from lightning_ipu.data.order import WITHOUT_A_PAST, MicroBatchSampler, Shard, epoch_order, state_of
+from lightning_ipu.data.order import WITHOUT_A_PAST, MicroBatchSampler, Share, epoch_order, state_of
 from lightning_ipu.data.samples import LOADER, Counted, SeededDataset, rebuilt, refuse_shared_out
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
@@ -23,18 +23,18 @@ _STREAM = name_word("stream")
 
 
 class TrainingData:
-    """A user's training loader under the laws of this package.
+    """A user's training loader, in an order and with draws that depend on the seed and the epoch alone.
 
     Args:
         loader: a torch DataLoader; its batch size is the micro-batch.
         seed: of the order and of the samples' randomness.
-        shard: the micro-batches that this process needs.
+        share: the micro-batches that this process needs.
 
     Raises:
-        PlanError: a loader whose order or batches the strategy cannot own.
+        PlanError: a loader whose order or batches the strategy cannot control.
     """
 
-    def __init__(self, loader: DataLoader, *, seed: int, shard: Shard) -> None:
+    def __init__(self, loader: DataLoader, *, seed: int, share: Share) -> None:
         if not isinstance(loader, DataLoader):
             raise PlanError(
                 f"train_dataloader is a {type(loader).__name__}; IPUStrategy needs a torch DataLoader, whose batch size is the micro-batch"
@@ -49,7 +49,7 @@ class TrainingData:
                 f"train_dataloader has {what}: IPUStrategy forms the batches itself; give the loader batch_size=MICRO_BATCH and a sampler"
             )
         refuse_shared_out(loader, "train_dataloader")
-        self.user_loader, self.seed, self.micro_batch_size, self.shard = loader, seed, loader.batch_size, shard
+        self.user_loader, self.seed, self.micro_batch_size, self.share = loader, seed, loader.batch_size, share
         self.is_stream = isinstance(loader.dataset, IterableDataset)
         self._began: tuple[int, Any] | None = None  # of a stream: an epoch, and the data set's state at its beginning
         self._opened: tuple[int, int, Iterator[Any]] | None = None  # a stream that is being read: epoch, the next micro-batch's number
@@ -72,7 +72,7 @@ class TrainingData:
                 raise PlanError(
                     f"the sampler {type(loader.sampler).__name__} has no length, so an epoch has none; give it a __len__"
                 ) from None
-            self._batches = MicroBatchSampler(loader.sampler, seed=seed, micro_batch_size=loader.batch_size, shard=shard)
+            self._batches = MicroBatchSampler(loader.sampler, seed=seed, micro_batch_size=loader.batch_size, share=share)
             dataset = SeededDataset(loader.dataset, seed=seed, collate_fn=loader.collate_fn)
             self.loader = rebuilt(loader, seed=seed, dataset=dataset, batch_sampler=self._batches)
 

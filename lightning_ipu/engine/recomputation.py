@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ipu.cutting.call import replaced_forward
 from lightning_ipu.cutting.call_wrappers import called_modules, is_one_piece
 from lightning_ipu.cutting.trace import MakeContext
-from lightning_ipu.engine.seeding import NamedRandomness, Place
+from lightning_ipu.engine.seeding import NamedRandomness, StreamState
 from lightning_ipu.plan import PlanError
 from lightning_ipu.randomness import drawn_between, host_streams, set_host_streams
 
@@ -175,7 +175,7 @@ class Recomputation:
             return call(*args, **kwargs)
 
     def _run(self, block: nn.Module, without_logs: MakeContext, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        place, dtype = self._randomness.place(), torch.get_default_dtype()
+        streams, dtype = self._randomness.stream_state(), torch.get_default_dtype()
         host = host_streams() if self._draws_on_host.get(block, True) else None
         buffers = [
             (child, name, buffer, getattr(buffer, "_version", 0), None if buffer is None else buffer.clone())
@@ -187,7 +187,7 @@ class Recomputation:
             *args,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), self._second_run(place, dtype, host, buffers, without_logs)),
+            context_fn=lambda: (nullcontext(), self._second_run(streams, dtype, host, buffers, without_logs)),
         )
         if block not in self._draws_on_host:
             self._draws_on_host[block] = bool(drawn_between(host, host_streams()))
@@ -201,12 +201,12 @@ class Recomputation:
 
     @contextmanager
     def _second_run(
-        self, place: Place, dtype: torch.dtype, host: tuple[Any, Any] | None, buffers: list, without_logs: MakeContext
+        self, streams: StreamState, dtype: torch.dtype, host: tuple[Any, Any] | None, buffers: list, without_logs: MakeContext
     ) -> Iterator[None]:
         dtype_now = torch.get_default_dtype()  # another one in the forward of double precision
-        place_now, buffers_now = self._randomness.place(), [child._buffers[name] for child, name, *_ in buffers]
+        streams_now, buffers_now = self._randomness.stream_state(), [child._buffers[name] for child, name, *_ in buffers]
         host_now = None if host is None else host_streams()
-        self._randomness.return_to(place)
+        self._randomness.return_to(streams)
         torch.set_default_dtype(dtype)
         if host is not None:
             set_host_streams(host)
@@ -218,7 +218,7 @@ class Recomputation:
         finally:
             for (child, name, *_), buffer in zip(buffers, buffers_now, strict=True):
                 child._buffers[name] = buffer
-            self._randomness.return_to(place_now)
+            self._randomness.return_to(streams_now)
             torch.set_default_dtype(dtype_now)
             if host is not None:
                 set_host_streams(host_now)

@@ -40,7 +40,7 @@ class Stopping:
         self._agreed = None
 
     def facts(self) -> list[float]:
-        """This process's word as numbers, whose sums over processes are for `agree`."""
+        """What this process received and wants, as numbers whose sums over processes are for `agree`."""
         number, stops = self._agreed or (self._received(), self._wanted())
         return [float(stops), *(float(place == number) for place in range(1, signal.NSIG))]
 
@@ -58,7 +58,7 @@ class ReplicaSums:
 
     Args:
         processes: who holds which replicas.
-        stopping: whose word travels along.
+        stopping: its facts travel along.
     """
 
     def __init__(self, processes: Processes, *, stopping: Stopping) -> None:
@@ -100,7 +100,7 @@ class StageResults:
 
     Args:
         processes: who holds which stages.
-        stopping: whose word travels along.
+        stopping: its facts travel along.
     """
 
     def __init__(self, processes: Processes, *, stopping: Stopping) -> None:

@@ -24,7 +24,7 @@ class _MicroBatch:
         self.base, self.places, self.calls = base, {}, 0
 
 
-Place = tuple[_MicroBatch, int, tuple[torch.Tensor, torch.Tensor | None]]
+StreamState = tuple[_MicroBatch, int, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class NamedRandomness:
@@ -126,11 +126,11 @@ class NamedRandomness:
         finally:
             self._micro_batch = micro_batch
 
-    def place(self) -> Place:
+    def stream_state(self) -> StreamState:
         """The present state of the step's random streams, for `return_to`."""
         return *self._here(), torch_streams(self._device)
 
-    def return_to(self, place: Place) -> None:
-        """Restore a `place` in a backward pass; other micro-batches may have begun since."""
-        self._returned_to = place[:2]
-        set_torch_streams(place[2], self._device)
+    def return_to(self, state: StreamState) -> None:
+        """Restore a `stream_state` in a backward pass; other micro-batches may have begun since."""
+        self._returned_to = state[:2]
+        set_torch_streams(state[2], self._device)

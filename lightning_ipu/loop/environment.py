@@ -1,4 +1,4 @@
-"""The processes of a run: how many there are, who starts them, where they meet, and how they part."""
+"""The processes of a run: how many there are, who starts them, where they meet, and how they disconnect."""
 
 from __future__ import annotations
 

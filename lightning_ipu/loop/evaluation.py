@@ -84,7 +84,7 @@ class Evaluation:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of the batches this process scores: from which on, and every so many-th."""
+        """Which batches this process scores: the first, and the step to the next."""
         processes = self.processes
         if processes is None or self.trainer.predicting:
             return 0, 1
@@ -191,14 +191,14 @@ class EvaluationLoop(_EvaluationLoop):
     def setup_data(self) -> None:
         """Refuse, before the first step, loaders whose batches would not be scored exactly once by all processes together."""
         super().setup_data()
-        stage = "test" if self.trainer.testing else "validation"
+        kind = "test" if self.trainer.testing else "validation"
         if self._combined_loader is not None and not self._is_sequential:
             raise PlanError(
-                f"the {stage} loader is a CombinedLoader with mode={self._combined_loader._mode!r}, whose batches several processes cannot"
+                f"the {kind} loader is a CombinedLoader with mode={self._combined_loader._mode!r}, whose batches several processes cannot"
                 " share out: return a list of loaders, join the data sets with torch.utils.data.StackDataset, or use devices=1"
             )
-        if is_param_in_hook_signature(getattr(self.evaluation.module, f"{stage}_step"), "dataloader_iter", explicit=True):
-            raise PlanError(f"{stage}_step(dataloader_iter) draws its batches itself, for which it must run in one process: use devices=1")
+        if is_param_in_hook_signature(getattr(self.evaluation.module, f"{kind}_step"), "dataloader_iter", explicit=True):
+            raise PlanError(f"{kind}_step(dataloader_iter) draws its batches itself, for which it must run in one process: use devices=1")
 
     @override
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:

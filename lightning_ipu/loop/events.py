@@ -1,4 +1,4 @@
-"""How often the host must look: what the events of a run do to its device iterations.
+"""After which weight updates the host must act: how the events of a run limit its device iterations.
 
 A host step may hold `device_iterations` weight updates, but it ends early where something is due after an update: an epoch's end, the
 last update of the run, a validation, a checkpoint. Events therefore fall where they would with one update per host step.
@@ -42,7 +42,7 @@ def batch_hooks(owner: Callback | LightningModule) -> list[str]:
 
 @dataclass
 class HostEvents:
-    """When the host must look, in weight updates.
+    """After which weight updates something is due.
 
     Args:
         device_iterations: the most weight updates of a host step.
@@ -51,7 +51,7 @@ class HostEvents:
         in_run: (what, update, period): due after this update of the run and every so many more.
         in_epoch: (what, period): due after every so many updates of an epoch.
         before: (what, period): due before the last of every so many updates of the run.
-        logs_are_given: whether it was said how often to log; an epoch then need not show a training loss.
+        logs_are_given: whether the frequency of logs was given; an epoch may then end without a row.
     """
 
     device_iterations: int
@@ -150,12 +150,12 @@ def _number(value: Fraction) -> str:
 
 
 class EventsPerEpoch(Callback):
-    """How often a run under IPUStrategy logs, saves and validates, told per epoch: numbers, or fractions such as "1/2"; 0 is never.
+    """How often a run under IPUStrategy logs, saves and validates, given per epoch: numbers, or fractions such as "1/2"; 0 is never.
 
-    A host step ends where one of them is due. What was asked for and is not to be had exactly is announced in a warning.
+    A host step ends where one of them is due. A frequency that cannot be met exactly is announced in a warning.
 
     Args:
-        logs: rows with a training loss of their own that loggers get; 0 gives one at the run's end. One in several epochs must divide them.
+        logs: rows with a training loss for the loggers; 0 gives one at the run's end. One in several epochs must divide the run's epochs.
             None leaves that to the Trainer's `log_every_n_steps`.
         checkpoints: of a command, which keeps each under its number of weight updates, and the last state in any case.
         first_checkpoint_epoch: epochs before the first of them; 0 for as many as lie between two.

@@ -1,4 +1,4 @@
-"""Lightning's launcher of processes, with an eye on them: they end together, and the first that died is named."""
+"""Lightning's launcher of processes, which also watches them: they end together, and the first that died is named."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """In here all processes find each other, after which one that is gone breaks a connection; the first says what keeps it waiting."""
+        """In this context all processes connect; from then on a lost one breaks a connection. The first reports what it is waiting for."""
         environment, total = self.cluster_environment, self.num_processes * self.num_nodes
         place = f"{environment.main_address}:{environment.main_port}"
         word = threading.Timer(LONG_WAIT, _say, [f"still waiting for all {total} processes at {place}"])
@@ -138,7 +138,7 @@ class Launcher(_SubprocessScriptLauncher):
             Launcher.children.met = True
 
     def _let_the_cause_be_told(self, trainer: Trainer) -> None:
-        """In a process that lost another: end without a word of its own where whoever started the processes ends it or is gone itself.
+        """In a process that lost another: end without a message if the launcher ends it or is gone itself.
 
         What happened is known there: torchrun and rank 0 name the process that died, and rank 0 prints an error of its own.
         """

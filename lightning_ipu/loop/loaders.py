@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ipu.data.evaluation import EvaluationData
 from lightning_ipu.data.host_steps import TrainingLoader
-from lightning_ipu.data.order import Shard
+from lightning_ipu.data.order import Share
 from lightning_ipu.data.training import TrainingData
 from lightning_ipu.engine.processes import Processes
 from lightning_ipu.loop.events import batch_hooks
@@ -29,7 +29,7 @@ def training_loader(fit: Fit, loader: Any, *, undo: Undo) -> TrainingLoader:
         PlanError: a loader that cannot be trained on under the plan, or from which the run cannot be resumed.
     """
     trainer = fit.trainer
-    fit.data = data = TrainingData(loader, seed=fit.seed, shard=_shard(fit))
+    fit.data = data = TrainingData(loader, seed=fit.seed, share=_share(fit))
     if fit.processes is not None:
         _check_shared_data(data, fit.processes)
     if data.is_stream and data.samples is None and hasattr(data.loader.dataset, "__len__"):
@@ -56,7 +56,7 @@ def training_loader(fit: Fit, loader: Any, *, undo: Undo) -> TrainingLoader:
     return TrainingLoader(data, micro_batches=micro_batches, is_loops=is_loops)
 
 
-def _shard(fit: Fit) -> Shard:
+def _share(fit: Fit) -> Share:
     """The micro-batches of every weight update that this process needs."""
     accumulation, replicas, processes = fit.plan.gradient_accumulation_factor, fit.replicas, fit.processes
     places = range(replicas.start * accumulation, replicas.stop * accumulation)
@@ -64,7 +64,7 @@ def _shard(fit: Fit) -> Shard:
         # Stages in the middle need no data, but hooks may want to see the first micro-batch.
         looks = any(batch_hooks(owner) for owner in (*fit.trainer.callbacks, fit.module))
         places = places[:1] if looks else range(0)
-    return Shard(places=places, per_update=fit.plan.micro_batches_per_update)
+    return Share(places=places, per_update=fit.plan.micro_batches_per_update)
 
 
 def _check_shared_data(data: TrainingData, processes: Processes) -> None:

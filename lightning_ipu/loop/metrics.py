@@ -31,7 +31,7 @@ class SharedMetrics:
         self._by_path()
 
     def _by_path(self) -> dict[str, Metric]:
-        """The metrics there are by now (a MetricTracker makes new ones), told to leave other processes to us."""
+        """The metrics there are by now (a MetricTracker makes new ones), with their own synchronisation over processes switched off."""
         metrics = {path: child for path, child in self._module.named_modules() if isinstance(child, Metric)}
         for metric in metrics.values():
             metric.distributed_available_fn = _alone

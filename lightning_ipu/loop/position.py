@@ -1,7 +1,7 @@
 """Where a run stands, in a checkpoint: written so that the run goes on from there as if it had never stopped.
 
 Lightning's own counters, saved in the middle of its loops, lose a validation that was due, the end of an epoch, and every average over the
-part of the epoch that is done. A checkpoint of this package therefore records its own position: the last weight update, the hook that was
+part of the epoch that is done. A checkpoint of this package therefore holds a position of its own: the last weight update, the hook that was
 being called after it, and on whom it had been called. `continuation.py` resumes from there.
 """
 

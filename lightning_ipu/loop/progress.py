@@ -1,4 +1,4 @@
-"""Where a fit stands, and the wish to stop it: what a display, a signal handler and the loop share."""
+"""The progress of a fit, and requests to stop it, which a display, a signal handler and the loop share."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Stop:
 
     @property
     def agreed(self) -> int | None:
-        """The signal after which all processes have ended the last host step together; a process that is alone needs nobody's consent."""
+        """The signal after which all processes have ended the last host step together; a single process has nobody to agree with."""
         return self._progress.stop_signal if self._processes is None else self._agreed
 
     @property
@@ -79,12 +79,12 @@ class Stop:
         trainer._signal_connector.received_sigterm = self._processes is None  # of several processes, once they have agreed
 
     def share_wish(self, trainer: Trainer) -> None:
-        """Let `trainer.should_stop` hold in all processes where one has set it; to be called by all after hooks, before Lightning looks."""
+        """Set `trainer.should_stop` in all processes if one has set it; all must call this, after hooks and before Lightning reads it."""
         if self._processes is not None:
             trainer.should_stop = any(self._processes.gathered(trainer.should_stop))
 
     def ask_all(self) -> int | None:
-        """The signal that a handler in any of the processes has stored in `progress.stop_signal`; to be called by all of them alike."""
+        """The signal that a handler in any of the processes has stored in `progress.stop_signal`; all processes must call this."""
         number = self._progress.stop_signal or 0
         if self._processes is not None:
             number = self._processes.largest(number)

@@ -180,7 +180,7 @@ def resume(fit: Fit, *, undo: Undo) -> None:
 def _ended_step(fit: Fit, position: Position, saved: dict[str, Any]) -> dict[str, Any]:
     """What `on_train_batch_end` of the host step before the checkpoint is called with."""
     outputs = apply_to_collection(saved["outputs"], torch.Tensor, torch.Tensor.to, fit.device)
-    updates, places = saved["updates"], fit.data.shard.places
+    updates, places = saved["updates"], fit.data.share.places
     fit.progress.hold(updates, fit.plan)
     fit.progress.run_updates = position.run_updates - updates  # by which transfer hooks draw
     batch: Any = ()

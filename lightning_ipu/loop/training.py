@@ -126,7 +126,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):
         fit = self.fit
         fit.reached = None
         fit.progress.hold(host_step.weight_updates, fit.plan)
-        if not fit.data.shard.places:
+        if not fit.data.share.places:
             return ()  # a stage in the middle, where nobody looks
         with preserved_streams(fit.device) if fit.transfer.does_something or fit.data.draws_here else nullcontext():
             return host_step.first()

@@ -231,7 +231,7 @@ def description(checkpoint: dict[str, Any]) -> str | None:
 def average_checkpoints(
     paths: Sequence[Path], *, kind: Literal["mean", "exponential"] = "mean", decay: float = 0.99, last: int | None = None
 ) -> tuple[dict[str, Any], list[tuple[Path, int]], list[Path]]:
-    """Average the weights of checkpoints of one run, ordered by the weight update recorded in each.
+    """Average the weights of checkpoints of one run, ordered by the weight update at which each was saved.
 
     Parameters and BatchNorm's running statistics are averaged; other buffers are the newest checkpoint's. Tensors that are equal in all stay
     unchanged. Spectral norm's vectors are computed for the averaged weights.
