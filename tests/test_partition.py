@@ -3,6 +3,7 @@
 import itertools
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -18,6 +19,7 @@ from lightning_ipu.cutting.partition import cut
 from lightning_ipu.cutting.splits import check_num_stages, check_splits
 from lightning_ipu.engine.recomputation import Recomputation
 from lightning_ipu.engine.seeding import NamedRandomness
+from lightning_ipu.engine.stages import StageState
 from lightning_ipu.loop.logs import LogRecorder, without_logs
 from lightning_ipu.plan import PlanError
 from resnet_ipu.module import ResNetModule
@@ -590,3 +592,22 @@ def test_no_balanced_stage_begins_where_evaluation_does_not_pass():
 def test_more_balanced_stages_than_places_to_cut_are_refused():
     with pytest.raises(PlanError, match=r"num_stages=7 needs 6 cuts, but ResNet has 5 places for one: bn1, layer1, layer2, layer3, fc"):
         balanced_splits(resnet("8", num_classes=10), *image_call(), num_stages=7)
+
+
+def test_a_module_under_two_names_is_held_by_one_process_under_both():
+    class Aliased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+            self.again, self.same, self.end = self.first, self.norm, self.last
+
+        def forward(self, x):
+            return self.end(self.same(self.again(x)))
+
+    module = Aliased()
+    partition = cut(module, (torch.randn(3, 4),), splits=["last"])
+    first, last = (StageState(module, partition, SimpleNamespace(parts=2, part=k, stages=range(k, k + 1))) for k in range(2))
+    for name in module.state_dict():
+        assert first.here(name) == name.startswith(("first", "again", "norm", "same")) == (not last.here(name))
+    first.give_up()
+    assert module.end.weight.isnan().all() and module.again.weight.isfinite().all()

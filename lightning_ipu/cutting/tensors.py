@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,18 @@ def example(tensor: Tensor, device: torch.device, *, with_data: bool) -> Tensor:
     return made.detach().zero_().requires_grad_(spec.requires_grad) if with_data else made
 
 
+def tensor_places(module: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Tensor | None], str]]:
+    """A module's parameters and buffers, including those that are None, once for each of their names.
+
+    Yields:
+        Name, owner, the owner's dictionary of parameters or of buffers, and the key in it: a forward may put a new tensor there.
+    """
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for tensors in (owner._parameters, owner._buffers):
+            for key in tensors:
+                yield f"{path}.{key}" if path else key, owner, tensors, key
+
+
 def buffer_places(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """A module's buffers, including those that are None: name, owner and name in the owner."""
-    owners = module.named_modules(remove_duplicate=False)
-    return [(f"{path}.{key}" if path else key, owner, key) for path, owner in owners for key in owner._buffers]
+    return [(name, owner, key) for name, owner, tensors, key in tensor_places(module) if tensors is owner._buffers]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_ipu.cutting.partition import Partition, cut
-from lightning_ipu.cutting.tensors import buffer_places
+from lightning_ipu.cutting.tensors import buffer_places, tensor_places
 from lightning_ipu.engine.processes import Processes, map_tensors
 from lightning_ipu.plan import PlanError
 
@@ -38,10 +38,7 @@ class StageState:
             for stage, of_stage in enumerate(names):
                 self.owners |= dict.fromkeys(of_stage, stage // held)
         # By place, not by tensor: a step or a forward may put a new tensor in a buffer's place.
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        for path, child in module.named_modules():
-            for place in (child._parameters, child._buffers):
-                self._places |= {f"{path}.{key}" if path else key: (place, key) for key in place}
+        self._places = {name: (tensors, key) for name, _, tensors, key in tensor_places(module)}
         own = slice(processes.stages.start, processes.stages.stop)
         self.own_parameters, self.own_buffers = set().union(*partition.parameters[own]), set().union(*partition.buffers[own])
         self._layouts = {name: self._layout(name) for name in sorted(self.owners)}

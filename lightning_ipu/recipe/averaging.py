@@ -21,6 +21,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ipu.cutting.tensors import tensor_places
 from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write, check_writable, read_checkpoint
 from lightning_ipu.loop.position import weight_updates_in
@@ -195,13 +196,11 @@ def _places(module: torch.nn.Module, *, averaged: bool = True) -> dict[str, tupl
     By name, since a forward may replace a buffer.
     """
     places = {}
-    for prefix, owner in module.named_modules(remove_duplicate=False):
-        buffers = {key for key in owner._buffers if key not in owner._non_persistent_buffers_set}
-        for tensors, keys in ((owner._parameters, owner._parameters), (owner._buffers, buffers)):
-            for key in keys:
-                is_averaged = tensors is owner._parameters or key in _STATISTICS
-                if tensors[key] is not None and _is_real(tensors[key]) and is_averaged == averaged:
-                    places[f"{prefix}.{key}" if prefix else key] = tensors, key
+    for name, owner, tensors, key in tensor_places(module):
+        is_parameter = tensors is owner._parameters
+        is_kept = tensors[key] is not None and _is_real(tensors[key]) and (is_parameter or key not in owner._non_persistent_buffers_set)
+        if is_kept and (is_parameter or key in _STATISTICS) == averaged:
+            places[name] = tensors, key
     return places
 
 
