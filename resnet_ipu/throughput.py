@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_ipu.command.run import CommandLine
-from lightning_ipu.data.order import Shard
+from lightning_ipu.data.order import Share
 from lightning_ipu.data.training import TrainingData
 from lightning_ipu.errors import UserError
 
@@ -50,7 +50,7 @@ class Batches:
 
     def __init__(self, data: LightningDataModule, *, seed: int) -> None:
         self.data = data
-        self._training = TrainingData(data.train_dataloader(), seed=seed, shard=Shard(places=range(1), per_update=1))
+        self._training = TrainingData(data.train_dataloader(), seed=seed, share=Share(places=range(1), per_update=1))
         if not self._training.micro_batches:
             raise UserError(f"{data.data_dir}: there are fewer training images than a micro-batch of {data.micro_batch_size}")
 
