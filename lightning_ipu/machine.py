@@ -107,11 +107,11 @@ def share_of_cores(place: int, processes: int, *, root: str | Path = "/") -> lis
 
 @contextmanager
 def own_cores(place: int, processes: int, *, threads: int) -> Iterator[None]:
-    """Keep to a share of this machine's cores, all threads of this process and those that they start, as MPI's launchers have it.
+    """Bind all threads of this process, and those that they start, to a share of this machine's cores, as MPI's launchers do.
 
-    Two processes with a thread each on two cores are otherwise put on one core again and again, by a message's thread that wakes there.
-    Nothing is done for one process, where cores are fewer than processes or a share's than ``threads``, where whoever started this
-    process has bound it already, and where the system does not let us.
+    Otherwise two processes with one thread each on two cores end up on the same core again and again, where a message's thread wakes.
+    Does nothing for a single process, with fewer cores than processes or fewer in a share than ``threads``, if the launcher has bound this
+    process already, and if the system does not allow it.
     """
     share = share_of_cores(place, processes)
     if processes == 1 or len(share) < threads or not hasattr(os, "sched_setaffinity") or _is_bound():

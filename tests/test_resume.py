@@ -453,15 +453,15 @@ def test_what_is_kept_in_memory_alone_is_named_once_when_a_run_is_resumed(tmp_pa
             trainer = fit(module(), numbered(4), callbacks=list(callbacks), max_epochs=2 if resume else 1, ckpt_path=resume)
         if not resume:
             trainer.save_checkpoint(tmp_path / "a.ckpt")
-        return [str(warning.message) for warning in caught if "kept in memory" in str(warning.message)]
+        return [str(warning.message) for warning in caught if "kept state in memory" in str(warning.message)]
 
     assert said(Metering(), Observing(), MeteringKept(), Metering(fresh=False)) == []
     (line,) = said(Metering(), Observing(), MeteringKept(), Metering(fresh=False), resume=tmp_path / "a.ckpt")
     assert line.startswith(
-        "no checkpoint holds what Metering (copy, counts, meter), Metering 2 (copy), Remembering (steps) had kept in memory in the run that is resumed"
+        "Metering (copy, counts, meter), Metering 2 (copy), Remembering (steps) kept state in memory that no checkpoint holds"
     )
     (line,) = said(resume=tmp_path / "a.ckpt")  # without these callbacks
-    assert line.startswith("no checkpoint holds what Remembering (steps) had")
+    assert line.startswith("Remembering (steps) kept state in memory")
     said(Observing(), module=Still)
     assert said(Observing(), module=Still, resume=tmp_path / "a.ckpt") == []
 

@@ -66,7 +66,7 @@ def unflatten(tensors: Iterable[Tensor], structure: Structure) -> Any:
 
 
 def example(tensor: Tensor, device: torch.device, *, with_data: bool) -> Tensor:
-    """A tensor like a given one: its copy, or without data (under a fake mode); on the meta device it stands for zeros on `device`."""
+    """A copy of a tensor, or one like it without data (under a fake mode); for one on the meta device, zeros on `device`."""
     if with_data and not tensor.is_meta:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     spec = spec_of(tensor)

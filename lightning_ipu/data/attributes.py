@@ -1,4 +1,4 @@
-"""Fingerprints of an object's attributes, by which it is seen whether they have changed: state that the object keeps in memory alone."""
+"""Fingerprints of an object's attributes, to detect that they have changed: state that the object keeps in memory alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Enough(Exception):
     pass
 
 
-class _Word:
+class _Hash:
     """A file that hashes what is written to it, up to a limit."""
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class _Word:
 class _Pickler(pickle.Pickler):
     """Writes what an object holds, but nothing of the objects in `apart`; notes where it holds something that cannot be written."""
 
-    def __init__(self, word: _Word, apart: Container[int]) -> None:
-        super().__init__(word, protocol=4)
+    def __init__(self, digest: _Hash, apart: Container[int]) -> None:
+        super().__init__(digest, protocol=4)
         self._apart, self.is_opaque = apart, False
 
     def reducer_override(self, value: Any) -> Any:
@@ -61,23 +61,23 @@ class _Pickler(pickle.Pickler):
         return reduced if isinstance(reduced, tuple) else (str, (reduced,))
 
 
-def attribute_words(owner: Any, *, apart: Container[int] = ()) -> dict[str, str]:
+def attribute_fingerprints(owner: Any, *, apart: Container[int] = ()) -> dict[str, str]:
     """A fingerprint for each attribute of an object, `OPAQUE` for those whose state cannot be read.
 
     Args:
         owner: the object.
         apart: ids of objects that are not looked into.
     """
-    return {name: _word(value, apart) for name, value in vars(owner).items()}
+    return {name: _fingerprint(value, apart) for name, value in vars(owner).items()}
 
 
-def _word(value: Any, apart: Container[int]) -> str:
-    word = _Word()
-    pickler = _Pickler(word, apart)
+def _fingerprint(value: Any, apart: Container[int]) -> str:
+    digest = _Hash()
+    pickler = _Pickler(digest, apart)
     try:
         pickler.dump(value)
     except _Enough:
         pass
     except Exception:
         return OPAQUE
-    return OPAQUE if pickler.is_opaque else word.hexdigest()
+    return OPAQUE if pickler.is_opaque else digest.hexdigest()

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ipu.data.attributes import OPAQUE, attribute_words
+from lightning_ipu.data.attributes import OPAQUE, attribute_fingerprints
 from lightning_ipu.data.order import WITHOUT_A_PAST, MicroBatchSampler, Share, epoch_order, state_of
 from lightning_ipu.data.samples import LOADER, Counted, SeededDataset, rebuilt, refuse_shared_out
 from lightning_ipu.plan import PlanError
@@ -64,7 +64,7 @@ class TrainingData:
             is_counted = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
             self.samples = len(loader.dataset) if is_counted else None
             if not loader.num_workers and state_of(loader.dataset) is None and not hasattr(loader.dataset, "set_epoch"):
-                self._made = attribute_words(loader.dataset)
+                self._made = attribute_fingerprints(loader.dataset)
         else:
             try:
                 self.samples = len(loader.sampler)
@@ -106,7 +106,7 @@ class TrainingData:
         return epoch_order(copy(self._batches.sampler), seed=self.seed, epoch=0)
 
     def fingerprint(self) -> str:
-        """A word for the order and two samples of the first epoch: the same in all processes whose data sets are."""
+        """A hash of the order and of two samples of the first epoch, to be compared between processes."""
         order, word = self._first_order, hashlib.blake2b()
         word.update(repr((len(order), order[:1], order[-1:])).encode())
         with preserved_streams():
@@ -155,7 +155,7 @@ class TrainingData:
         """Whether a stream without `state_dict` and `set_epoch` may have come to hold something else by being read."""
         if self._made is None:
             return False
-        words = attribute_words(self._source)
+        words = attribute_fingerprints(self._source)
         return words != self._made or OPAQUE in words.values()
 
     def go_on(self, state: Any, *, epoch: int, made_in: int, moves: bool, last: int | None, seen: tuple[int, int] | None) -> None:

@@ -1,6 +1,6 @@
 """Run a replica's micro-batches over stages in a row of processes: each makes its passes in the order of a schedule.
 
-The user's step runs around the forward: on the first stage up to its call of `self(...)`, on the last stage as a whole, that call answered by
+The user's step runs around the forward: on the first stage up to its call of `self(...)`, on the last stage as a whole, where that call returns
 the output that arrived. The schedules of torch.distributed.pipelining are not used: they send one shape only, and reserve memory for
 all micro-batches of a weight update instead of those in flight.
 """

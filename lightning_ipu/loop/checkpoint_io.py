@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_ipu.files import atomic_write, harmless_types, load
 
 
-def loads_not(values: dict[str, Any]) -> dict[str, str]:
+def unloadable_types(values: dict[str, Any]) -> dict[str, str]:
     """The values of a checkpoint that `AtomicCheckpointIO` could not load again, each with the types that prevent it."""
     found = {}
     for name, value in values.items():
@@ -57,7 +57,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def completed(io: CheckpointIO | None) -> CheckpointIO:
-    """The user's checkpoint plugin, with this package's inside where it is none or wraps none."""
+    """The user's checkpoint plugin; this package's if there is none, or inside of one that wraps none."""
     if io is None:
         return AtomicCheckpointIO()
     if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:

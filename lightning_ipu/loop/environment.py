@@ -20,7 +20,7 @@ from lightning_ipu.plan import PlanError
 
 
 class OneProcess(LightningEnvironment):
-    """The environment of a run of one process: the first of its kind, whatever another run has left in the environment's variables."""
+    """The cluster environment of a single process: rank 0, whatever variables another run has left."""
 
     @override
     def local_rank(self) -> int:
@@ -32,7 +32,7 @@ class OneProcess(LightningEnvironment):
 
 
 def chosen_environment(environment: ClusterEnvironment, *, processes: int, nodes: int) -> ClusterEnvironment:
-    """The environment in which so many processes on so many nodes run, in place of the one that Lightning has found.
+    """The cluster environment for so many processes on so many nodes, given the one that Lightning has detected.
 
     Raises:
         PlanError: srun has started another number of processes.
@@ -88,9 +88,9 @@ def meet_apart_from_earlier_attempts(environment: ClusterEnvironment, *, backend
 
 
 def leave_process_group() -> None:
-    """At the program's end, while Python is whole: let gloo's threads give back the tensors of the last message.
+    """At the program's end, before Python shuts down: let gloo's threads release the tensors of the last message.
 
-    For that they need Python's lock. A thread that asks for it once Python is being taken down ends the program with an abort (pytorch
+    For that they need Python's lock. A thread that asks for it while Python shuts down ends the program with an abort (pytorch
     issue 190489; seen with torch 2.14 after a run that had succeeded). Destroying the group joins its threads unless somebody still
     refers to it, so they are given a moment as well.
     """

@@ -233,7 +233,7 @@ class EvaluationLoop(_EvaluationLoop):
 
 
 class LoggerConnector(_LoggerConnector):
-    """Lightning's keeper of logged values, told of them and of the merged metrics before the end of an epoch or of an evaluation loader."""
+    """Lightning's logger connector, which gets logged values and merged metrics before the end of an epoch or of an evaluation loader."""
 
     evaluation: Evaluation
     stop: Stop
@@ -259,7 +259,7 @@ class LoggerConnector(_LoggerConnector):
             if name not in evaluation.warned_of:
                 evaluation.warned_of.add(name)
                 rank_zero_warn(
-                    f"self.log({name!r}, ...) was given another value in every process, outside of a step; what is shown is the first process's."
+                    f"self.log({name!r}, ...) was called outside of a step with a different value in each process; the first process's is shown."
                     " Log it in the step, or use a torchmetrics metric, which is merged over processes"
                 )
 

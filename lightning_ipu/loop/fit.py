@@ -156,7 +156,7 @@ class Fit:
             self.stages.give_up()
 
     def own_validation_interval(self, *, ends_early: bool = False) -> None:
-        """Lightning compares the interval with micro-batches, and sets it anew, in its own way, with every training loader."""
+        """Set the validation interval in micro-batches, which Lightning compares it with; it sets its own with every training loader."""
         trainer, updates = self.trainer, self.progress.updates_per_epoch
         interval = validation_interval(trainer, updates)
         if interval is not None:

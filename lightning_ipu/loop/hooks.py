@@ -1,4 +1,4 @@
-"""Hooks outside of weight updates draw by name: what one draws depends on the seed, its name, its owner and the weight update alone.
+"""Seed hooks outside of weight updates by name: what a hook draws depends on the seed, its name, its owner and the weight update alone.
 
 Lightning calls every hook inside `trainer.profiler.profile(ACTION)`, whose argument names the hook and its owner: there it is seeded.
 """

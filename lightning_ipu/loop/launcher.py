@@ -173,7 +173,7 @@ class Launcher(_SubprocessScriptLauncher):
 
 
 class Children:
-    """The processes that this one, the first on its node, has started: watched by a thread, and gone when this one is.
+    """The processes that this one, the first on its node, has started: watched by a thread, and ended with this one.
 
     Args:
         first: rank of this process; those of the others follow.

@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ipu.loop import continuation
-from lightning_ipu.loop.checkpoint_io import loads_not
+from lightning_ipu.loop.checkpoint_io import unloadable_types
 from lightning_ipu.loop.fit import Fit
 from lightning_ipu.loop.metrics import load_metric_states, metric_states
 from lightning_ipu.loop.position import (
@@ -124,7 +124,7 @@ def _position(fit: Fit, hook: Hook | None) -> Position:
 def _check_hyperparameters(checkpoint: dict[str, Any]) -> None:
     """Warn of hyperparameters that would keep a checkpoint from being loaded."""
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        for name, types in loads_not(checkpoint.get(key) or {}).items():
+        for name, types in unloadable_types(checkpoint.get(key) or {}).items():
             rank_zero_warn(
                 f"save_hyperparameters puts {name!r} into the checkpoints. Because it holds {types}, they load only with weights_only=False,"
                 f" given to fit, validate, test or load_from_checkpoint. Leave it out with save_hyperparameters(ignore=[{name!r}])"

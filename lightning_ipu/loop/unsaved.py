@@ -7,7 +7,7 @@ from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 
-from lightning_ipu.data.attributes import attribute_words
+from lightning_ipu.data.attributes import attribute_fingerprints
 from lightning_ipu.loop.events import KNOWN_HOOKS
 
 _KEEPERS = {  # by what each of them may keep state in a checkpoint
@@ -50,14 +50,16 @@ class Unsaved:
         if not named:
             return None
         return (
-            f"no checkpoint holds what {', '.join(named)} had kept in memory in the run that is resumed: it begins anew. Keep it by state_dict and"
+            f"{', '.join(named)} kept state in memory that no checkpoint holds: the resumed run begins without it. Keep it by state_dict and"
             " load_state_dict (in a LightningModule: buffers, or on_save_checkpoint and on_load_checkpoint)"
         )
 
     def _words(self, name: str) -> dict[str, str]:
         base, owner = self._owners[name]
         own = {*vars(base()), "log", "log_dict"}  # which Lightning puts on callbacks
-        words = {key: word for key, word in attribute_words(owner, apart=self._apart).items() if key not in own and not hasattr(base, key)}
+        words = {
+            key: word for key, word in attribute_fingerprints(owner, apart=self._apart).items() if key not in own and not hasattr(base, key)
+        }
         # Private attributes of a module are caches more often than state, Lightning's own among them.
         return words if base is Callback else {key: word for key, word in words.items() if not key.startswith("_")}
 

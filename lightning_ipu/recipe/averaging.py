@@ -1,7 +1,7 @@
 """Averages of weights: an exponential moving average that follows the training, and averages of checkpoints made afterwards.
 
-Both are networks in their own right: a checkpoint that holds an average has it in its `state_dict`, under the plain names, so that whatever
-loads a checkpoint scores or exports the average, and says inside what it is. BatchNorm's running statistics belong to the weights that they
+Both are ordinary weights: a checkpoint with an average holds it in its `state_dict`, under the plain names, so that whatever loads the
+checkpoint gets the average; an entry says what it is. BatchNorm's running statistics belong to the weights that they
 were gathered with, so they are averaged exactly as those are (as timm and torchvision do it). Other buffers keep their latest values: counters,
 masks, tables of positions. Spectral norm's vectors are computed for the averaged weights (spectral.py). The alternative, estimating the
 statistics anew on training data after averaging, costs a pass over it and is left to the user.
@@ -40,7 +40,7 @@ class AveragedWeights(Callback):
 
     After every `every`-th weight update the average becomes d x average + (1 - d) x weights, BatchNorm's statistics included. It is kept in
     at least 32 bits, begins with the initial weights, and ends as the module's weights. It runs inside a host step, whatever the device
-    iterations are, and an update that an overflow skips is not counted. In a pipeline each process averages the stages it holds.
+    iterations are; an update that an overflow skips is not counted. In a pipeline each process averages the stages it holds.
 
     A checkpoint holds the average as its `state_dict` and the trained weights beside it; a run that goes on from it finds both.
 

@@ -44,7 +44,7 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
 
 
 class _DecoupledDecay(Optimizer):
-    """Adds -lr · decoupled_decay · w, of the weights before the step, to the step of the optimizer that comes next in line."""
+    """Adds -lr · decoupled_decay · w, of the weights before the step, to the step of the class that it is mixed into."""
 
     def __init__(self, params: Any, *, decoupled_decay: float = 0.0, **options: Any) -> None:
         super().__init__(params, **options)

@@ -5,8 +5,8 @@ run of `total`. Nothing else enters but, where a schedule counts epochs, the wei
 replicas or device iterations.
 
 All take the same options for their start. The first W = int(warmup_fraction * total) updates rise evenly from 1 / (W + 1), so that none
-is spent at 0, or from warmup_start; update W is the first at the full rate. In warmup_mode "shift" the decay begins after them, in "mask" it has begun
-with the run and the rise is laid over it. A staircase holds the rate, warm-up included, from an epoch's first update to its last.
+is spent at 0, or from warmup_start; update W is the first at the full rate. In warmup_mode "shift" the decay begins after them, in "mask" it begins
+with the run, and the warm-up multiplies it. A staircase holds the rate, warm-up included, from an epoch's first update to its last.
 """
 
 import inspect
@@ -241,9 +241,8 @@ def build_schedule(
 class RunSchedule(LambdaLR):
     """A schedule that spans a run, and goes on without a jump where the run is resumed with another length.
 
-    What was still to come of the schedule is then stretched, or compressed, over what is now to come of the run: the learning rate goes on
-    from the value it had, and reaches the schedule's end with the run's. Of a schedule that was over nothing was to come: its last
-    value holds.
+    The rest of the schedule is then stretched or compressed over the rest of the run: the learning rate goes on from the value it had, and
+    reaches the schedule's end with the run's. A schedule that was over keeps its last value.
 
     Args:
         optimizer: the learning rates it has now are the base rates.
