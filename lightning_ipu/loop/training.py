@@ -169,7 +169,6 @@ class TrainingEpochLoop(_TrainingEpochLoop):
                     loss, extra = self._weight_update(host_step)
                     if number == 0:
                         outputs = {"loss": loss, **extra}
-                    host_step.end_update()
                     # With several processes a signal of this moment waits: the others could not know of it.
                     if self._should_stop() or fit.stop.agreed is not None or host_step.ends_epoch:
                         break
@@ -188,6 +187,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):
         )
         progress.updates_done += 1
         progress.run_updates += 1
+        host_step.end_update()
         if made:
             steps = self.automatic_optimization.optim_progress.optimizer.step
             steps.increment_ready()
