@@ -17,7 +17,7 @@ import torchvision
 from image_tree import make_tree
 
 ROOT = Path(__file__).parents[1]
-PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]}
 README = PAGES[ROOT / "README.md"]
 COMMAND = re.compile(r"`((?:torchrun --nproc|python -m \w+_ipu|python benchmarks/)[^`]*)`")
 
@@ -154,7 +154,7 @@ def test_every_line_has_its_rule_and_every_row_of_what_to_type_its_line():
     assert any("Add `--processes 2` to run the last two on two processes" in page for page in PAGES.values()) and len(ON_TWO) == 2
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_relative_link_leads_to_a_file_and_a_heading(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
         if target.startswith(("http://", "https://")):
