@@ -14,6 +14,7 @@ import yaml
 from cifar_ipu import __main__ as command
 from cifar_ipu import networks
 from cifar_ipu.data import ImageDataModule
+from cifar_ipu.options import LAYERS
 from lightning_ipu.command.parser import build_parser, parse
 from lightning_ipu.recipe.optimizers import OPTIMIZERS
 
@@ -57,7 +58,7 @@ def score_of(output: str) -> tuple[str, str]:
 def test_help_and_wrong_options_import_no_torch():
     script = """
 import resource, runpy, sys
-for words in (["--help"], ["--version"], ["--batch", "8"], ["--test-only", "--model-dir", "nothing"], ["--model-shard-position", "18"]):
+for words in (["--help-all"], ["--help-originals"], ["--version"], ["--batch", "8"], ["--test-only", "--model-dir", "nothing"], ["--model-shard-position", "18"]):
     sys.argv = ["cifar_ipu", *words]
     try:
         runpy.run_module("cifar_ipu", run_name="__main__", alter_sys=True)
@@ -70,16 +71,16 @@ assert usage.ru_utime + usage.ru_stime < 1, usage
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"status (\d|None)", done.stderr) == ["0", "0", "2", "2", "2"]
-    for option in command.OPTIONS:
-        assert re.search(rf"^  {re.escape(option.name)}\b", done.stdout, re.M), option.name
+    assert re.findall(r"status (\d|None)", done.stderr) == ["0", "0", "0", "2", "2", "2"]
+    for name in (name for option in command.OPTIONS for name in option.names):
+        assert re.search(rf"^  (\S+ \S+, )*{re.escape(name)}\b", done.stdout, re.M), name
 
 
 def test_every_option_of_the_originals_is_known_and_names_are_those_of_the_code():
-    assert set(ORIGINAL) <= {name for option in command.OPTIONS if not option.refused for name in (option.name, *option.aliases)}
-    assert set(command.LAYERS) == set(networks.NETWORKS)
+    assert set(ORIGINAL) <= {name for option in command.OPTIONS if not option.refused for name in option.names}
+    assert set(LAYERS) == set(networks.NETWORKS)
     for name, build in networks.NETWORKS.items():
-        assert command.LAYERS[name] == [layer for layer, _ in build().named_children()]
+        assert LAYERS[name] == [layer for layer, _ in build().named_children()]
     assert set(next(option for option in command.OPTIONS if option.name == "--optimizer").type.choices) == set(OPTIMIZERS)
 
 

@@ -14,8 +14,11 @@ import torch
 import yaml
 
 from cosmoflow_ipu import __main__ as command
-from cosmoflow_ipu import data, module, networks
+from cosmoflow_ipu import module, networks
+from cosmoflow_ipu.legacy import with_named_config
+from cosmoflow_ipu.options import ACTIVATIONS, DATA_SETS, NETWORKS, OPTIMIZERS
 from lightning_ipu.command.parser import build_parser, parse
+from lightning_ipu.data.tf_example import encode_example
 from lightning_ipu.data.tfrecord import TFRecords, write_tfrecord
 
 CONFIGS = Path(command.__file__).parent / "configs"
@@ -38,7 +41,7 @@ def run(command_line):
 def settled(*arguments: str) -> dict[str, str]:
     """LightningCLI settings that a short command line is translated to."""
     parser = build_parser(prog="cosmoflow_ipu", description="", epilog="", options=command.OPTIONS, version=str)
-    words = command._with_named_config(list(arguments))
+    words = with_named_config(list(arguments))
     lines = command.settle(parse(words, parser=parser, options=command.OPTIONS))
     return dict(line.removeprefix("--").split("=", 1) for line in lines)
 
@@ -46,7 +49,7 @@ def settled(*arguments: str) -> dict[str, str]:
 def test_help_and_wrong_options_import_no_torch():
     script = """
 import runpy, sys
-for words in (["--help"], ["--version"], ["--n-trian", "8"], ["configs/nothing.yaml"], ["generate", "--help"], ["generate"], ["show", "--x"]):
+for words in (["--help-all"], ["--help-originals"], ["--version"], ["--n-trian", "8"], ["configs/nothing.yaml"], ["generate", "--help"], ["generate"], ["show", "--x"]):
     sys.argv = ["cosmoflow_ipu", *words]
     try:
         runpy.run_module("cosmoflow_ipu", run_name="__main__", alter_sys=True)
@@ -57,15 +60,15 @@ assert "torch" not in sys.modules and "pytorch_lightning" not in sys.modules
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"status (\d|None)", done.stderr) == ["0", "0", "2", "2", "0", "2", "2"]
+    assert re.findall(r"status (\d|None)", done.stderr) == ["0", "0", "0", "2", "2", "0", "2", "2"]
     for option in command.OPTIONS:
         assert re.search(rf"^  {re.escape(option.name)}\b", done.stdout, re.M), option.name
 
 
 def test_every_option_of_the_original_is_known_and_names_are_those_of_the_code():
     assert set(ORIGINAL) <= {option.name for option in command.OPTIONS}
-    assert command.NETWORKS == networks.NETWORKS and command.ACTIVATIONS == tuple(networks.ACTIVATIONS)
-    assert command.OPTIMIZERS == tuple(module.OPTIMIZERS) and command.DATA_SETS == ("synthetic", "tfrecord", "dummy")
+    assert NETWORKS == networks.NETWORKS and ACTIVATIONS == tuple(networks.ACTIVATIONS)
+    assert OPTIMIZERS == tuple(module.OPTIMIZERS) and DATA_SETS == ("synthetic", "tfrecord", "dummy")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +316,7 @@ def test_stop_at_mae_ends_the_run(run):
 def test_a_targets_file_from_elsewhere_without_a_test_set_is_validated_in_its_place(run):
     for split in ("train", "validation"):
         Path("d", split).mkdir(parents=True)
-        record = data.encode_example({"x": np.ones(32**3 * 4, "<i2").tobytes(), "y": np.full(4, 0.25)})
+        record = encode_example({"x": np.ones(32**3 * 4, "<i2").tobytes(), "y": np.full(4, 0.25)})
         write_tfrecord(f"d/{split}/a_000.tfrecord", [record])
     warnings.simplefilter("ignore")
     status, output, errors = run("test", "--data.dataset", "tfrecord", "--data.data_dir", "d", "--model.conv_size", "2")

@@ -16,7 +16,7 @@ from lightning_ipu.command import configs
 from lightning_ipu.command.parser import build_parser, parse
 from lightning_ipu.precision.names import lightning_precision
 from resnet_ipu import __main__ as command
-from resnet_ipu import keras_names, networks
+from resnet_ipu import keras_names, networks, options
 from resnet_ipu.module import ResNetModule
 
 pytestmark = pytest.mark.usefixtures("own_process")
@@ -344,7 +344,7 @@ def test_a_norm_layer_is_what_the_original_means_by_it():
 # -- layers of the original and toy models ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [*command.CIFAR_SIZES, *command.IMAGENET_SIZES])
+@pytest.mark.parametrize("size", [*options.CIFAR_SIZES, *options.IMAGENET_SIZES])
 def test_layers_of_the_original_begin_stages_at_submodules(size):
     network = networks.resnet(size, num_classes=10) if size in ("8", "18", "50") else None
     assert keras_names.blocks_of(size) == networks._TABLE[size].blocks

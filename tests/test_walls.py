@@ -28,8 +28,6 @@ TOO_LONG: set[str] = {
     "cosmoflow_ipu/data/module.py: __init__",
     "cosmoflow_ipu/module.py: __init__",
     "cosmoflow_ipu/networks.py: cosmoflow",
-    "resnet_ipu/__main__.py",
-    "resnet_ipu/__main__.py: _settle_plan",
     "resnet_ipu/imagenet/layout.py: find_layout",
     "resnet_ipu/imagenet/module.py: __init__",
     "resnet_ipu/networks.py: resnet",

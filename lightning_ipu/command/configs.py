@@ -52,7 +52,7 @@ def read(name: str, *, folder: Path, options: Sequence[Option], prog: str, seen:
         values = read(str(sibling if sibling.is_file() else base), folder=folder, options=options, prog=prog, seen=(*seen, path))
     own: dict[str, Any] = {}
     hardware = keys.pop(HARDWARE, None)
-    known = {spelling.lstrip("-"): option for option in options for spelling in (option.name, *option.aliases)}
+    known = {spelling.lstrip("-"): option for option in options for spelling in option.names}
     for key, value in keys.items():
         option = known.get(str(key).replace("_", "-"), known.get(str(key)))
         if option is None or option.name in _OF_A_START:

@@ -31,7 +31,7 @@ def report(text: str, *, prog: str) -> None:
 
 def is_answered_by_the_first(arguments: Sequence[str]) -> bool:
     """Whether the arguments ask for the help or the version, which another process prints."""
-    asks = any(word in ("-h", "--help", "--version", "--print_config") for word in arguments)
+    asks = any(word in ("-h", "--help", "--help-all", "--help-originals", "--version", "--print_config") for word in arguments)
     return asks and machine.started_rank() > 0
 
 

@@ -32,8 +32,11 @@ class Option:
         group: heading in the help.
         metavar: placeholder for the value in the help.
         excludes: an option, or several, that cannot be given together with this one.
-        refused: why this option of the original programs is not supported. The help lists it, and it is refused by name.
-        aliases: the option's names in the original programs.
+        refused: why this option of the original programs is not supported. ``--help-originals`` lists it, and it is refused by name.
+        also: other names of it, those that it has in the other commands.
+        aliases: the option's names in the original programs, listed by ``--help-originals``.
+        rare: whether ``--help-all`` alone lists it.
+        original: whether it is a word of the original programs, for what another option says as well: ``--help-originals`` lists it.
     """
 
     name: str
@@ -47,11 +50,19 @@ class Option:
     metavar: str | None = None
     excludes: str | tuple[str, ...] | None = None
     refused: str | None = None
+    also: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    rare: bool = False
+    original: bool = False
 
     @property
     def dest(self) -> str:
         return _dest(self.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it is read by."""
+        return (self.name, *self.also, *self.aliases)
 
     @property
     def excluded(self) -> list[str]:
@@ -82,6 +93,7 @@ MACHINE_OPTIONS = (
         key="machine.keep_freed_memory",
         sets=False,
         type=bool,
+        rare=True,
         help="leave glibc's allocator alone; else it keeps freed memory, which is faster",
     ),
     Option(
@@ -90,6 +102,7 @@ MACHINE_OPTIONS = (
         key="trainer.strategy.bind_cores",
         sets=False,
         type=bool,
+        rare=True,
         help="do not bind processes to cores; else each of several keeps to its share of them",
     ),
 )
