@@ -150,7 +150,7 @@ def test_the_command_runs_one_and_lists_what_has_no_effect(run):  # noqa: F811
         ("size: 21", "size: '21' is not known; known are 8, 14"),
         ("fp-exceptions: true", "fp-exceptions: an IPU's floating-point exceptions do not exist here"),
         ("resume: true", "unknown key 'resume'"),
-        ("size: 20\nmodel-name: resnet50", "model-name: --size is said twice"),
+        ("size: 20\nmodel-name: resnet50", "model-name: --size is given twice"),
         ("- size", "must hold one option a line, such as `epochs: 30`, not a list"),
         ("size: ]", 'mine.yaml is not a YAML file: .*"mine.yaml", line 1, column 7'),
         ("base: resnet_nowhere", "--config resnet_nowhere: there is no such file, and the package has mresnet50_on1ipu_pod16, resnet50, "),
