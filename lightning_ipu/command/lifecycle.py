@@ -66,7 +66,7 @@ class SignalHandler:
         self._received_at = 0.0
         self._before: dict[int, Any] = {}  # handlers
         self._over = threading.Event()
-        self._told: socket.socket | None = None
+        self._wakeup: socket.socket | None = None
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -77,17 +77,17 @@ class SignalHandler:
     def listen(self) -> None:
         """Start the thread that ends a process which does not react to a signal, until `release`."""
         if threading.current_thread() is threading.main_thread():
-            heard, self._told = socket.socketpair()
-            self._told.setblocking(False)
-            self._told_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-            threading.Thread(target=self._end_if_stuck, args=(heard,), daemon=True).start()
+            signals, self._wakeup = socket.socketpair()
+            self._wakeup.setblocking(False)
+            self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._end_if_stuck, args=(signals,), daemon=True).start()
 
     def release(self) -> None:
         """End the handling of signals, since the run is over: the earlier handlers are restored."""
         self._over.set()
-        if self._told is not None:
-            signal.set_wakeup_fd(self._told_before)
-            self._told.close()
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._wakeup_before)
+            self._wakeup.close()
         if self.received is None:
             self._restore()
 
@@ -101,10 +101,10 @@ class SignalHandler:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def _end_if_stuck(self, heard: socket.socket) -> None:
+    def _end_if_stuck(self, signals: socket.socket) -> None:
         asked: float | None = None
-        with heard:
-            while number := heard.recv(1):
+        with signals:
+            while number := signals.recv(1):
                 signum = number[0]
                 if signum not in (signal.SIGINT, signal.SIGTERM):
                     continue

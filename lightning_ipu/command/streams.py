@@ -16,9 +16,9 @@ from typing import Any
 class _Lasting(io.FileIO):
     """A file that discards everything once it can no longer be written."""
 
-    def __init__(self, descriptor: int, told: Callable[[OSError], None]) -> None:
+    def __init__(self, descriptor: int, on_loss: Callable[[OSError], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._told, self._is_lost = told, False
+        self._on_loss, self._is_lost = on_loss, False
 
     def write(self, data: Any) -> int | None:
         if not self._is_lost:
@@ -26,7 +26,7 @@ class _Lasting(io.FileIO):
                 return super().write(data)
             except OSError as error:
                 self._is_lost = True
-                self._told(error)
+                self._on_loss(error)
         return memoryview(data).nbytes
 
 
@@ -70,12 +70,12 @@ class Streams:
 def lasting_streams(prog: str, *, speaks: bool) -> Iterator[Streams]:
     """Let a run survive the loss of standard output and error; streams that have been replaced by others are left alone."""
     streams, before = Streams(prog, speaks=speaks), {}
-    for name, told in (("stderr", lambda error: None), ("stdout", streams._lose)):
+    for name, on_loss in (("stderr", lambda error: None), ("stdout", streams._lose)):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
             stream.flush()
             before[name] = stream
-            file = io.BufferedWriter(_Lasting(stream.fileno(), told))
+            file = io.BufferedWriter(_Lasting(stream.fileno(), on_loss))
             options = {option: getattr(stream, option) for option in ("encoding", "errors", "line_buffering", "write_through")}
             setattr(sys, name, io.TextIOWrapper(file, **options))
     try:

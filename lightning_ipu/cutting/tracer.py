@@ -373,9 +373,9 @@ def watched(tracer: Tracer) -> Iterator[None]:
     call, put = nn.Module.__call__, nn.Module.__setattr__
 
     def read(module: nn.Module, name: str) -> Any:
-        told = tracer.asked(module, name)
+        is_wanted = tracer.asked(module, name)
         value = object.__getattribute__(module, name)
-        if told:
+        if is_wanted:
             tracer.found(module, name, value)
         return value
 

@@ -12,11 +12,11 @@ def fingerprint(*parts: Any) -> str:
 
     Unlike Python's own hash it is the same in every process.
     """
-    word = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for piece in _pieces(parts):
-        word.update(len(piece).to_bytes(8, "big"))
-        word.update(piece)
-    return word.hexdigest()
+        digest.update(len(piece).to_bytes(8, "big"))
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _pieces(part: Any) -> Iterable[bytes | memoryview]:

@@ -107,16 +107,16 @@ class TrainingData:
 
     def fingerprint(self) -> str:
         """A hash of the order and of two samples of the first epoch, to be compared between processes."""
-        order, word = self._first_order, hashlib.blake2b()
-        word.update(repr((len(order), order[:1], order[-1:])).encode())
+        order, digest = self._first_order, hashlib.blake2b()
+        digest.update(repr((len(order), order[:1], order[-1:])).encode())
         with preserved_streams():
             samples = self.loader.dataset.__getitems__((0, [*order[:1], *order[-1:]]))
         for leaf in tree_flatten(samples)[0]:
             if isinstance(leaf, torch.Tensor):
-                word.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
             elif isinstance(leaf, (int, float, str, bytes)) or hasattr(leaf, "tobytes"):  # numbers and text, arrays and images
-                word.update(leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode())
-        return word.hexdigest()
+                digest.update(leaf.tobytes() if hasattr(leaf, "tobytes") else repr(leaf).encode())
+        return digest.hexdigest()
 
     @property
     def draws_here(self) -> bool:

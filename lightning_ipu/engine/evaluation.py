@@ -25,7 +25,7 @@ class EvaluationPipeline:
         processes: who holds which stages.
         state: what of the network is here.
         context: makes the context of a step (autocast).
-        remark: told what the user should know.
+        remark: called with what the user should know.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class Kinds:
         stages: those of this process.
         first: the network as it was cut for kind 0, None where it has not been.
         device: where the tensors of a call that another process describes are made.
-        remark: told when there are many kinds.
+        remark: called with a warning when there are many kinds.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class PipelinedReplica:
         per_update: micro-batches of a weight update, over all replicas.
         schedule: as for `passes_ahead`.
         scaling: of the loss, None without.
-        on_micro_batch: told of each micro-batch that has gone through.
-        remark: told what the user should know.
+        on_micro_batch: called after each micro-batch that has gone through.
+        remark: called with what the user should know.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The processes that carry a plan out: who holds which replicas and stages, and what they tell each other."""
+"""The processes that carry a plan out: who holds which replicas and stages, and what they exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes tell each other in a weight update: sums over replicas, results over stages, and whether to stop after it.
+"""What processes exchange in a weight update: sums over replicas, results over stages, and whether to stop after it.
 
 All that is known at the same time travels in one reduction, flags with the gradients.
 """
@@ -27,7 +27,7 @@ class Stopping:
     Args:
         received: number of a signal that this process received, 0 without one.
         wanted: whether something in this process wants the run to end.
-        on_signal: told of a signal that any process received, at the end of the same weight update in each.
+        on_signal: called with a signal that any process received, at the end of the same weight update in each.
     """
 
     def __init__(self, *, received: Callable[[], int], wanted: Callable[[], bool], on_signal: Callable[[int], None]) -> None:
@@ -109,8 +109,8 @@ class StageResults:
     def share(self, loss: torch.Tensor, outputs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The last stage's loss and outputs, in every stage."""
         processes = self._processes
-        told = [loss.item(), float(bool(outputs))] if processes.is_last else [0.0, 0.0]
-        facts = torch.tensor([*told, *self._stopping.facts()], dtype=torch.float64).to(processes.device)
+        results = [loss.item(), float(bool(outputs))] if processes.is_last else [0.0, 0.0]
+        facts = torch.tensor([*results, *self._stopping.facts()], dtype=torch.float64).to(processes.device)
         dist.all_reduce(facts, group=processes.same_replica)
         total, has_outputs, *stops = facts.tolist()
         self._stopping.agree(stops)

@@ -70,7 +70,7 @@ class WholeReplica:
         per_update: micro-batches of a weight update, over all replicas.
         scaling: of the loss, None without.
         backward: in place of the loss's own, None where that is called.
-        on_micro_batch: told of each finished micro-batch.
+        on_micro_batch: called after each finished micro-batch.
     """
 
     def __init__(

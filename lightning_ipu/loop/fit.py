@@ -192,14 +192,14 @@ class Fit:
                 f"the training stream gave {samples} samples, fewer than one weight update needs: {self.plan.factors()}."
                 " Lower one of these factors, or give more samples"
             )
-        asked, told = self.progress.updates_per_epoch, self.left_over
+        asked, announced = self.progress.updates_per_epoch, self.left_over
         self.left_over, self.progress.samples_left_out = (samples, updates), samples
-        if asked is not None and told != self.left_over:
+        if asked is not None and announced != self.left_over:
             rank_zero_info(
                 f"The stream ended in epoch {self.epoch} after {updates} of the {asked} weight updates that limit_train_batches asks for:"
                 f" {samples} samples were left out."
             )
-        elif samples and (told is None or samples != told[0]):
+        elif samples and (announced is None or samples != announced[0]):
             rank_zero_info(
                 f"{samples} samples of the stream were left out of epoch {self.epoch}: it held {updates} whole weight updates"
                 f" ({self.plan.factors()})."

@@ -24,7 +24,7 @@ from lightning_ipu.machine import GRACE, LAUNCHED_BY, LAUNCHED_BY_VARIABLE, chec
 from lightning_ipu.plan import PlanError
 
 LONG_WAIT = 30.0  # seconds until the first process reports that it waits for others: on a busy machine loading torch takes ten
-TOLD = 3.0  # seconds in which a process may end by itself once the cause of the run's end has been reported
+AFTER_THE_REPORT = 3.0  # seconds in which a process may end by itself once the cause of the run's end has been reported
 
 _OTHER_IS_GONE = (  # what gloo and torch's store say of it
     "Connection closed by peer",
@@ -106,7 +106,7 @@ class Launcher(_SubprocessScriptLauncher):
                 if Launcher.children.end_by(error):
                     raise SystemExit(1) from None
             elif lost_another(error):
-                self._let_the_cause_be_told(trainer)
+                self._leave_the_report_to_the_launcher(trainer)
             raise error
         finally:
             finished.set()
@@ -119,10 +119,10 @@ class Launcher(_SubprocessScriptLauncher):
         """In this context all processes connect; from then on a lost one breaks a connection. The first reports what it is waiting for."""
         environment, total = self.cluster_environment, self.num_processes * self.num_nodes
         place = f"{environment.main_address}:{environment.main_port}"
-        word = threading.Timer(LONG_WAIT, _say, [f"still waiting for all {total} processes at {place}"])
-        word.daemon = True
+        reminder = threading.Timer(LONG_WAIT, _say, [f"still waiting for all {total} processes at {place}"])
+        reminder.daemon = True
         if environment.global_rank() == 0:
-            word.start()
+            reminder.start()
         try:
             yield
         except torch.distributed.DistNetworkError as error:
@@ -133,11 +133,11 @@ class Launcher(_SubprocessScriptLauncher):
                 " MASTER_PORT to have one found"
             ) from None
         finally:
-            word.cancel()
+            reminder.cancel()
         if Launcher.children is not None:
             Launcher.children.met = True
 
-    def _let_the_cause_be_told(self, trainer: Trainer) -> None:
+    def _leave_the_report_to_the_launcher(self, trainer: Trainer) -> None:
         """In a process that lost another: end without a message if the launcher ends it or is gone itself.
 
         What happened is known there: torchrun and rank 0 name the process that died, and rank 0 prints an error of its own.
@@ -156,7 +156,7 @@ class Launcher(_SubprocessScriptLauncher):
         while not self._launcher_is_gone():
             if finished.wait(timeout=0.5):
                 return
-        if not finished.wait(timeout=TOLD):
+        if not finished.wait(timeout=AFTER_THE_REPORT):
             self._say_so()
             _end()
 
@@ -200,13 +200,13 @@ class Children:
         """
         self._failed = not isinstance(error, (AgreedStop, SIGTERMException, _TunerExitException))
         self._is_missing_one = lost_another(error)
-        is_named = isinstance(error, RuntimeError) and self._named.wait(timeout=TOLD)
+        is_named = isinstance(error, RuntimeError) and self._named.wait(timeout=AFTER_THE_REPORT)
         if self._failed:
             self._named.set()
         return is_named and self._is_missing_one
 
     def fail(self) -> None:
-        """This process ends with an error that has been told: the others are to end as well, and none of them is the cause."""
+        """This process ends with an error that has been reported: the others are to end as well, and none of them is the cause."""
         self._failed = True
         self._named.set()
 
@@ -215,9 +215,9 @@ class Children:
         while not (failed := self._dead()):
             time.sleep(0.2)
         self._name(failed)
-        for process in self.processes:  # those that wait for the cause to be told need not wait longer
+        for process in self.processes:  # those that wait for the report of the cause need not wait longer
             process.terminate()
-        time.sleep(TOLD)
+        time.sleep(AFTER_THE_REPORT)
         for process in self.processes:
             process.kill()
         _end()

@@ -43,8 +43,8 @@ def training_loader(fit: Fit, loader: Any, *, undo: Undo) -> TrainingLoader:
     if updates is not None and data.samples is not None:
         fit.progress.samples_left_out = data.samples - micro_batches * plan.micro_batch_size
     _check_validation_interval(trainer, updates)
-    word = getattr(trainer.datamodule, "fingerprint", None)
-    fit.data_word = {"samples": data.samples, "fingerprint": str(word()) if callable(word) else None}
+    fingerprint = getattr(trainer.datamodule, "fingerprint", None)
+    fit.data_word = {"samples": data.samples, "fingerprint": str(fingerprint()) if callable(fingerprint) else None}
     if fit.restored is not None:
         _resume_data(fit)
     fit.events = None

@@ -70,9 +70,9 @@ class Stop:
 
     def take_over_sigterm(self, trainer: Trainer, undo: Undo) -> None:
         """In place of Lightning's handler, which starts a collective wherever this process is, and takes effect only after a host step."""
-        undo.exchange(trainer._signal_connector, "_sigterm_notifier_fn", partial(self._hear_sigterm, trainer))
+        undo.exchange(trainer._signal_connector, "_sigterm_notifier_fn", partial(self._on_sigterm, trainer))
 
-    def _hear_sigterm(self, trainer: Trainer, signum: int, frame: Any) -> None:
+    def _on_sigterm(self, trainer: Trainer, signum: int, frame: Any) -> None:
         if self._processes is not None and trainer.state.fn != TrainerFn.FITTING:
             raise SystemExit(128 + signum)
         self._progress.stop_signal = signum
