@@ -101,7 +101,7 @@ def test_a_run_of_own_classes_is_replayed_resumed_and_validated(run):
 def test_an_own_network_trains_on_the_packages_data_and_the_packages_network_on_own_data(run):
     short = "--trainer.max_steps 1 --trainer.limit_val_batches 1"
     network = "--model lightning_ipu.ImageClassifier --model.network flowers.Flat --model.network.classes 12"
-    status, _, errors = run(f"fit {network} --data.dataset SAMPLE {short}")
+    status, _, errors = run(f"fit {network} --data.dataset SAMPLE --trainer.limit_train_batches 1 --trainer.limit_val_batches 1")
     assert status == 0 and not errors and weights("results/checkpoints/last.ckpt")["network.1.weight"].shape == (12, 784)
     assert run("validate --config results/config.yaml --ckpt_path results/checkpoints/last.ckpt")[0] == 0
 

@@ -34,7 +34,7 @@ def with_own_classes(command: C, words: Sequence[str]) -> C:
     changed: dict[str, Any] = {"own": own, "links": [], "facts": _facts}
     if "model" in own:
         kept = {name: value for name, value in command.defaults.items() if not name.startswith(("model.", "checkpoint."))}
-        changed |= {"model_class": pl.LightningModule, "defaults": kept | _LATEST, "epochs": _unknown_epochs}
+        changed |= {"model_class": pl.LightningModule, "defaults": kept | _LATEST}
     if "data" in own:
         changed |= {"datamodule_class": pl.LightningDataModule, "epochs": _unknown_epochs}
         changed |= {"note": lambda line: None, "settle": lambda data: None}
@@ -71,9 +71,7 @@ def _check(words: Sequence[str], section: str) -> None:
 
 
 def _unknown_epochs(data: pl.LightningDataModule) -> tuple[int, str | None]:
-    raise UserError(
-        "how long is training? Give --epochs, --trainer.max_epochs or --trainer.max_steps: classes of one's own have no default"
-    )
+    raise UserError("how long is training? Give --epochs, --trainer.max_epochs or --trainer.max_steps: data of one's own have no default")
 
 
 def _facts(line: Any) -> list[tuple[str, str]]:
