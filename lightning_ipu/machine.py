@@ -158,10 +158,9 @@ def _cores(root: Path) -> list[set[int]]:
 def set_threads(threads: int | None = None, *, processes: int = 1) -> int:
     """Give torch ``threads`` threads for one operation, here and in processes that this one starts; returns how many it uses.
 
-    ``None`` leaves the number to ``OMP_NUM_THREADS`` where that is set, and otherwise means an equal share of :func:`usable_cores`
-    for each of ``processes`` on this machine, or all of them where srun has given this process cores of its own: torch by itself does not
-    see the cgroup's quota, and a container with 2 of 64 cores would run 64 threads. Raises UserError for fewer than 1 and for more than
-    `MOST_THREADS`.
+    ``None`` leaves the number to ``OMP_NUM_THREADS`` where that is set. Otherwise it means an equal share of :func:`usable_cores` for each of
+    ``processes`` on this machine, or all of them where srun has bound this process to its own cores. torch by itself ignores the cgroup's
+    quota: a container with 2 of 64 cores would run 64 threads. Raises UserError for fewer than 1 and for more than `MOST_THREADS`.
     """
     import torch
 

@@ -140,7 +140,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -
 
 
 @torch.no_grad()
-def broadcast_state(module: nn.Module, *, source: int = 0) -> None:
-    """Give every process the parameters and buffers of one, so that all replicas start alike."""
+def broadcast_state(module: nn.Module) -> None:
+    """Give every process the parameters and buffers of the first, so that all replicas start from the same."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.data, source)
+        dist.broadcast(tensor.data, 0)

@@ -45,7 +45,7 @@ class Stopping:
         return [float(stops), *(float(place == number) for place in range(1, signal.NSIG))]
 
     def agree(self, sums: list[float]) -> None:
-        """Called alike in all processes with the sums of their `facts`; of different signals the largest counts, SIGTERM rather than SIGINT."""
+        """Called in all processes with the sums of their `facts`; of different signals the largest counts, SIGTERM rather than SIGINT."""
         self.asked = sums[0] > 0
         number = max((place for place, count in enumerate(sums[1:], start=1) if count), default=0)
         self._agreed = number, self.asked

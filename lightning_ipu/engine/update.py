@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def asked_to_stop(self) -> bool:
-        """After a weight update, and alike in all processes: whether one of them wanted to stop."""
+        """After a weight update, the same in all processes: whether one of them wanted to stop."""
         return self._stopping is not None and self._stopping.asked
 
     def _parameters(self) -> list[nn.Parameter]:

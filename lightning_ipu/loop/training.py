@@ -248,7 +248,7 @@ def take_over(fit: Fit, undo: Undo) -> None:
     undo.specialize(trainer.fit_loop.epoch_loop, TrainingEpochLoop, fit=fit)
     undo.exchange(trainer, "accumulate_grad_batches", fit.plan.micro_batches_per_update)  # for `estimated_stepping_batches`
     for callback in trainer.callbacks:
-        undo.exchange(callback, "log", partial(_log, fit.module))  # else Lightning's own, whoever stands in for it
+        undo.exchange(callback, "log", partial(_log, fit.module))  # else it would be Lightning's own, whatever has replaced it
         if isinstance(callback, ProgressBar):
             undo.exchange(callback, "on_train_batch_end", partial(_move_bar, callback))
 

@@ -245,8 +245,8 @@ def average_checkpoints(
         last: how many of the newest are averaged; None for all.
 
     Returns:
-        A checkpoint that `validate`, `test` and `predict` take, with nothing in it to go on training from and a mark of what it is; the
-        files that are in it with their numbers of weight updates; the files that were left out as averages themselves.
+        A checkpoint for `validate`, `test` and `predict`, marked as an average, from which no training can resume; the files that it averages,
+        with their numbers of weight updates; the files that were left out because they are averages themselves.
 
     Raises:
         UserError: a file is no checkpoint, there are fewer than asked for, or two do not fit together; it names them.
