@@ -39,16 +39,18 @@ def _find(name: str, data_dir: Path) -> _Source | None:
     """Look for a whole set of files in `data_dir` and its usual sub-folders; touches no file's contents."""
     for layout in DATA_SETS[name].layouts:
         for folder in (data_dir / layout.folder, data_dir):
-            files = {}
-            for file in layout.train + layout.test:
-                for spelling in (file, f"{file}.gz", file.replace("-idx", ".idx")):
-                    if (folder / spelling).is_file():
-                        files.setdefault(file, folder / spelling)
+            files = {file: path for file in layout.train + layout.test if (path := _spelled(file, folder)) is not None}
             if len(files) == len(layout.train + layout.test):
                 return _Source(layout=layout, files=files)
         if layout.archive is not None and (data_dir / layout.archive).is_file():
             return _Source(layout=layout, archive=data_dir / layout.archive)
     return None
+
+
+def _spelled(file: str, folder: Path) -> Path | None:
+    """A file as it is distributed, packed or unpacked, or under the name that other programs give it; None where it is not there."""
+    paths = (folder / spelling for spelling in (file, f"{file}.gz", file.replace("-idx", ".idx")))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def is_on_disk(name: str, *, data_dir: str | Path) -> bool:

@@ -36,6 +36,7 @@ from lightning_ipu.data.index import Index
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords
 from lightning_ipu.errors import UserError
 from lightning_ipu.randomness import mix, name_word
+from lightning_ipu.recipe import checks
 
 _SPLIT = name_word("universe split")
 
@@ -103,24 +104,13 @@ class CosmoFlowDataModule(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if dataset not in ("synthetic", "tfrecord", "dummy"):
-            raise UserError(f"dataset={dataset!r} is unknown: choose from synthetic, tfrecord, dummy")
-        for name, value, least in (
-            ("micro_batch_size", micro_batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("n_train", n_train, 1),
-            ("n_valid", n_valid, 0),
-            ("num_workers", num_workers, 0),
-            ("sample_size", sample_size, 1),
-            ("cache_gb", cache_gb, 0),
-        ):
-            if value is not None and value < least:
-                raise UserError(f"{name}={value} must be at least {least}")
+        checks.known(("synthetic", "tfrecord", "dummy"), dataset=dataset)
+        checks.at_least(1, micro_batch_size=micro_batch_size, eval_batch_size=eval_batch_size, n_train=n_train, sample_size=sample_size)
+        checks.at_least(0, n_valid=n_valid, num_workers=num_workers, cache_gb=cache_gb)
         machine.check_processes(num_workers, "num_workers")
         if not 1 <= channels <= CHANNELS:
             raise UserError(f"channels={channels} must lie between 1 and {CHANNELS}")
-        if on_bad_record not in ("raise", "skip"):
-            raise UserError(f"on_bad_record={on_bad_record!r} is unknown: choose from raise, skip")
+        checks.known(("raise", "skip"), on_bad_record=on_bad_record)
         if validation_split is not None and not 0 < validation_split < 1:
             raise UserError(f"validation_split={validation_split} must lie between 0 and 1")
         self._refuse_what_means_nothing(

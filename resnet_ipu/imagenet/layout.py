@@ -44,12 +44,11 @@ def find_layout(data_dir: Path, *, expected: Mapping[str, int | None] | None = N
     shards: dict[str, list[Path]] = {}
     for root in (data_dir, data_dir / "ILSVRC" / "Data" / "CLS-LOC", data_dir / "Data" / "CLS-LOC"):
         for split, names in FOLDERS.items():
-            for path in (root / name for name in names):
-                if path.is_dir() and split not in folders | shards:
-                    if found := _shards_in(path, split):
-                        shards[split] = found
-                    else:
-                        folders[split] = path
+            path = next((root / name for name in names if (root / name).is_dir()), None)
+            if path is not None and (found := _shards_in(path, split)):
+                shards[split] = found
+            elif path is not None:
+                folders[split] = path
         if folders or shards:
             break
     for split in FOLDERS:

@@ -30,6 +30,7 @@ from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.tfrecord import TFRecords
 from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write
+from lightning_ipu.recipe import checks
 from resnet_ipu.imagenet.dataset import ImageDataset, normalised
 from resnet_ipu.imagenet.folders import FolderImages, class_order, flat_labels, identity_of, is_noise, kind_of
 from resnet_ipu.imagenet.images import MEAN, half_scale_decoder
@@ -106,23 +107,14 @@ class ImageNetDataModule(pl.LightningDataModule):
         index_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        for name, value, least in (
-            ("micro_batch_size", micro_batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("image_size", image_size, 1),
-            ("eval_image_size", eval_image_size, 1),
-            ("num_classes", num_classes, 1),
-            ("train_shards", train_shards, 1),
-            ("validation_shards", validation_shards, 1),
-        ):
-            if value is not None and value < least:
-                raise UserError(f"{name}={value} must be at least {least}")
+        of_shards = {"train_shards": train_shards, "validation_shards": validation_shards, "num_classes": num_classes}
+        checks.at_least(1, micro_batch_size=micro_batch_size, eval_batch_size=eval_batch_size)
+        checks.at_least(0, num_workers=num_workers)
+        checks.at_least(1, image_size=image_size, eval_image_size=eval_image_size, **of_shards)
         machine.check_processes(num_workers, "num_workers")
         if dataset != "IMAGENET":
             raise UserError(f"dataset={dataset!r} is unknown here: IMAGENET is")
-        if on_bad_image not in ("raise", "skip"):
-            raise UserError(f"on_bad_image={on_bad_image!r} is unknown: choose from raise, skip")
+        checks.known(("raise", "skip"), on_bad_image=on_bad_image)
         single = {"auto_augment": auto_augment, "color_jitter": color_jitter, "random_erasing": random_erasing}
         single["auto_augment_fill"] = auto_augment_fill
         for name, value in {**single, "fast_decode": fast_decode or None}.items():
@@ -144,9 +136,13 @@ class ImageNetDataModule(pl.LightningDataModule):
         self.bad_images: dict[str, dict[int, str]] = {}  # of each split: number, fault
         self.damage: dict[str, list[str]] = {}  # of each split's shards
         self.layout = find_layout(self.data_dir, expected={"train": train_shards, "validation": validation_shards})
-        for name, value in (("train_shards", train_shards), ("validation_shards", validation_shards), ("num_classes", num_classes)):
+        for name, value in of_shards.items():
             if value is not None and not self.layout.shards:
                 raise UserError(f"{name}={value} means nothing here: {self.data_dir} has folders of images, not shards")
+        self._settle_classes(classes, num_classes)
+
+    def _settle_classes(self, classes: list[str] | None, num_classes: int | None) -> None:
+        """The classes and their number: as given, as the shards' list has them, or as the training folders are named."""
         self._manifest = self._read_manifest()
         self.classes = list(classes) if classes else self._find_classes()  # None where shards do not name them
         if self._manifest.get("classes", self.classes) != self.classes:
