@@ -1,8 +1,10 @@
 """What each package offers by name: all of it is there, and nothing is loaded before it is used."""
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,14 @@ def test_every_public_name_is_there(name):
         assert getattr(package, public).__name__ == public and getattr(package, public).__doc__
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
         getattr(package, "nothing")  # noqa: B009
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_type_checkers_are_told_of_the_same_names_as_python(name):
+    package = importlib.import_module(name)
+    imports = [node for node in ast.parse(Path(package.__file__).with_suffix(".pyi").read_text()).body if isinstance(node, ast.ImportFrom)]
+    told = {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert told == {public: f"{name}.{home}.{public}" for public, home in package._HOMES.items()}
 
 
 def test_a_package_of_networks_is_imported_without_torch():
