@@ -72,6 +72,7 @@ SHRUNK = {
     "python -m resnet_ipu --size 8 --ckpts-per-epoch 2": _TWO,
     "python -m resnet_ipu --training false --checkpoint-input-dir results/checkpoints": "--limit-val-batches 1 --output-dir scored",
     "python -m resnet_ipu --help": "",
+    "python -m resnet_ipu --help-all": "",
     "python -m resnet_ipu --size 20 --resume": f"{_ONE} --output-dir resumed",
     "python -m resnet_ipu fit --config results/config.yaml": "",
     "python -m resnet_ipu validate --config results/config.yaml --ckpt_path results/checkpoints/last.ckpt": "",
