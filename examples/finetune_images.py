@@ -46,7 +46,7 @@ def main(folder: Path, weights: str | None = None, *, image_size: int = 224) -> 
         enable_checkpointing=False,
     )
     trainer.fit(module, datamodule=data)
-    print(f"classes: {', '.join(data.classes)}")
+    print(f"classes: {data.class_summary}")
     print(f"accuracy on {data.num_validation_samples} validation images: {trainer.callback_metrics['val_accuracy']:.3f}")
 
 

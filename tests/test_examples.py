@@ -46,7 +46,7 @@ def test_own_module(run):
 
 def test_finetune_images(run):
     output = run("finetune_images.py")
-    assert "classes: blue, red" in output
+    assert "classes: 2: 0 blue, 1 red" in output
     assert float(re.search(r"accuracy on 32 validation images: ([\d.]+)", output)[1]) > 0.8
 
 
