@@ -15,6 +15,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from lightning_ipu.loop.evaluation import Evaluation
+from lightning_ipu.loop.events import KNOWN_HOOKS
 from lightning_ipu.loop.progress import TrainingProgress
 from lightning_ipu.loop.undo import Undo
 from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
@@ -22,7 +23,6 @@ from lightning_ipu.randomness import mix, name_word, preserved_streams, seed_all
 _HOOK = name_word("hook of a loop")
 _PREFIXES = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_sanity_check_", "on_save_checkpoint")
 _HOOKS = sorted(name for name in {*dir(Callback), *dir(LightningModule)} if name.startswith(_PREFIXES))
-_OURS = ("pytorch_lightning", "lightning_ipu")  # packages whose callbacks draw nothing
 
 
 class NamedHooks:
@@ -58,7 +58,7 @@ class NamedHooks:
         module = self._trainer.lightning_module
         yield module, f"[LightningModule]{type(module).__name__}"
         for callback in self._trainer.callbacks:
-            if type(callback).__module__.partition(".")[0] not in _OURS:
+            if type(callback).__module__.partition(".")[0] not in KNOWN_HOOKS:  # whose callbacks draw nothing
                 yield callback, f"[Callback]{callback.state_key}"
 
     def _profiled(self, action_name: str) -> AbstractContextManager[Any]:

@@ -76,7 +76,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):
             raise StopIteration
         progress.increment_started()
         with trainer.profiler.profile("run_training_batch"):
-            outputs = self._weight_updates(host_step, batch)
+            outputs = self._weight_updates(host_step)
         micro_batches = self.fit.progress.step_micro_batches
         self._move(ready=micro_batches - 1, started=micro_batches - 1, processed=micro_batches)
         if self._num_ready_batches_reached():
@@ -151,7 +151,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):
             )
         return not ends_epoch
 
-    def _weight_updates(self, host_step: HostStep, batch: Any) -> dict[str, Any]:
+    def _weight_updates(self, host_step: HostStep) -> dict[str, Any]:
         """Make the weight updates of a host step; returns what hooks get as its outputs, those of the first micro-batch here."""
         fit, progress = self.fit, self.fit.progress
         first_update = progress.updates_done
