@@ -61,7 +61,8 @@ def check_fit(trainer: Trainer, *, plan: Plan, processes: int, loss_scaling: flo
     _check_module(trainer.lightning_module)
     if layer_sync:
         raise PlanError(
-            "sync_batchnorm=True contradicts the plan: BatchNorm normalises by the micro-batch; give larger micro-batches instead"
+            "sync_batchnorm=True normalises over all processes, so that their number would change the results; leave it out, and give larger"
+            " micro-batches instead"
         )
     _check_precision(trainer.precision_plugin, loss_scaling=loss_scaling)
     _check_callbacks(trainer, plan, processes=processes)
@@ -83,8 +84,8 @@ def _check_module(module: LightningModule) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.SyncBatchNorm):
             raise PlanError(
-                f"{name!r} is a SyncBatchNorm, which contradicts the plan: BatchNorm normalises by the micro-batch; use BatchNorm and larger"
-                " micro-batches"
+                f"{name!r} is a SyncBatchNorm, which normalises over all processes, so that their number would change the results; use BatchNorm"
+                " and larger micro-batches"
             )
 
 
@@ -102,7 +103,9 @@ def _check_callbacks(trainer: Trainer, plan: Plan, *, processes: int) -> None:
     each_sees_all = plan.gradient_accumulation_factor == 1 and plan.replication_factor == processes
     for callback in trainer.callbacks:
         if isinstance(callback, (GradientAccumulationScheduler, BatchSizeFinder, StochasticWeightAveraging)):
-            raise PlanError(f"the callback {type(callback).__name__} changes the plan while it runs and cannot be honoured by IPUStrategy")
+            raise PlanError(
+                f"the callback {type(callback).__name__} changes the micro-batch or the accumulation during a run, which IPUStrategy keeps: leave it out"
+            )
         if isinstance(callback, (SpikeDetection, ThroughputMonitor)) and not each_sees_all:
             raise PlanError(
                 f"the callback {type(callback).__name__} would see only one of the {plan.micro_batches_per_update} micro-batches of a weight update"

@@ -1,4 +1,4 @@
-"""IPUStrategy: its arguments, and Lightning's hooks, each of which is one call of a room below."""
+"""IPUStrategy: its arguments, and Lightning's hooks, each of which is one call into `loop` or `engine`."""
 
 from __future__ import annotations
 
