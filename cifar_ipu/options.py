@@ -59,7 +59,7 @@ DESCRIPTION = """\
 Train a small CNN on CIFAR-10, CIFAR-100, MNIST or Fashion-MNIST under the IPU execution model, then score it on the whole test set.
 
 The plan decides the numbers: a weight update uses batch x accumulation A x replicas R samples, whatever it runs on.
-Without --dataset it is CIFAR-10, or, where that is neither on disk nor to be had, a sample of Fashion-MNIST in the package."""
+Without --dataset it trains on CIFAR-10, from the disk or downloaded; else on SAMPLE, images of Fashion-MNIST in the package."""
 
 EPILOG = (
     """\

@@ -20,7 +20,7 @@ from lightning_ipu.command.options import UsageError
 from lightning_ipu.command.parser import lightning_arguments, settings_of
 from lightning_ipu.command.program import check_processes
 
-# Beside --test-only: the checkpoint knows the rest, and what is given of it is listed as having no effect.
+# Options that --test-only takes. The others come from the checkpoint; if given, they are listed as having no effect.
 OF_A_TEST = {"dataset", "data_dir", "generated_data", "precision", "mirror_evaluation", "device", "threads"} | {
     "no_allocator_setting", "output_dir", "profile", "test_only", "no_channels_last"
 }  # fmt: skip
@@ -29,7 +29,7 @@ OF_A_TEST = {"dataset", "data_dir", "generated_data", "precision", "mirror_evalu
 def settle(given: dict[str, Any]) -> list[str]:
     """LightningCLI arguments for the options that were given; raises UsageError where they do not fit together.
 
-    Beside --test-only they are those of LightningCLI's ``test``, and only what was given is said: the checkpoint says the rest.
+    With --test-only they are arguments of LightningCLI's ``test``: only what was given, since the checkpoint has the rest.
     """
     testing = "test_only" in given
     if testing:

@@ -45,8 +45,8 @@ SIMULATION_OPTIONS = (
     Option(name="--cells", group=_SIMULATION, key="data.cells", type=positive(), shown="--sample-size", help="voxels a side of the box that is cut into cubes"),
     Option(name="--voxel-size", group=_SIMULATION, key="data.voxel_size", type=positive(float), metavar="X", shown="4; the benchmark's: 1.4", help="side of a voxel in Mpc/h where H_0 = 70"),
     Option(name="--oversample", group=_SIMULATION, key="data.oversample", type=positive(), shown="2; the benchmark's: 1", help="simulated particles along each side of a voxel"),
-    Option(name="--spread", group=_SIMULATION, key="data.spread", type=positive(float), metavar="X", shown="0.3; the benchmark's: 0.1", help="share of 0.3, 0.8, 0.96, 70 within which parameters lie; of files: if it is known, for errors in physical units"),
-    Option(name="--box-in-mpc-per-h", group=_SIMULATION, key="data.fixed_mpc", sets=False, type=bool, help="the box has one size in Mpc/h, not in Mpc: then H_0 can hardly be told"),
+    Option(name="--spread", group=_SIMULATION, key="data.spread", type=positive(float), metavar="X", shown="0.3; the benchmark's: 0.1", help="range of the parameters: 0.3, 0.8, 0.96 and 70, each up to the share X more or less; for files, the range that they have, to show errors in physical units"),
+    Option(name="--box-in-mpc-per-h", group=_SIMULATION, key="data.fixed_mpc", sets=False, type=bool, help="give all boxes the same size in Mpc/h, not in Mpc; H_0 can hardly be learned then"),
     Option(name="--pack", group=_SIMULATION, key="data.pack", type=bool, help="write the files with gzip"),
 )  # fmt: skip
 
@@ -60,7 +60,7 @@ OPTIONS = (
     Option(name="--hidden-activation", group=NETWORK, key="model.hidden_activation", type=choice(*ACTIVATIONS), shown="LeakyReLU", help="activation between the layers, one of Keras'"),
     Option(name="--dropout", group=NETWORK, key="model.dropout", type=positive(float, zero=True), metavar="X", shown="0", help="share of the dense layers' outputs dropped in training"),
     Option(name="--apply-log", group=NETWORK, type=_FLAG, shown="1", help="the network sees log(1 + counts); 0: counts divided by their mean"),
-    Option(name="--no-standardise", group=NETWORK, key="model.standardise", sets=False, type=bool, help="do not bring the redshifts to mean 0 and deviation 1, as in the original; Omega_m is then learned many times as late"),
+    Option(name="--no-standardise", group=NETWORK, key="model.standardise", sets=False, type=bool, help="do not bring the redshifts to mean 0 and deviation 1, as in the original; Omega_m then takes many times as long to learn"),
     rows.no_channels_last("volumes redshift by redshift"),
     #
     Option(name="--dataset", group=DATA, type=choice(*DATA_SETS), shown="tfrecord with --data-dir, else synthetic", help="simulated universes, CosmoFlow's files, or one random cube over and over"),
@@ -70,7 +70,7 @@ OPTIONS = (
     Option(name="--validation-split", group=DATA, key="data.validation_split", type=positive(float), metavar="X", shown="0.1", help="share of the universes to hold out where all files lie in one folder"),
     Option(name="--channels", group=DATA, key="data.channels", type=positive(), default=4, help="redshifts that the network sees, of 0, 0.5, 1.5 and 3"),
     Option(name="--no-augmentation", group=DATA, key="data.augment", sets=False, type=bool, help="do not turn and mirror training cubes"),
-    Option(name="--on-bad-record", group=DATA, key="data.on_bad_record", type=choice("raise", "skip"), shown="raise", help="end with file, record and byte; or read all before the run and leave out what is bad"),
+    Option(name="--on-bad-record", group=DATA, key="data.on_bad_record", type=choice("raise", "skip"), shown="raise", help="raise ends at a bad record with file, record and byte; skip reads all before the run and leaves the bad ones out"),
     Option(name="--cache-gb", group=DATA, key="data.cache_gb", type=positive(float, zero=True), metavar="X", shown="the size of packed files, up to half of the free memory", help="memory for cubes already read, for all processes on this machine together"),
     Option(name="--num-workers", group=DATA, key="data.num_workers", type=positive(zero=True), default=0, help="processes that load data, 0 for none beside the training one"),
     *SIMULATION_OPTIONS,

@@ -25,7 +25,7 @@ Train a ResNet or ResNeXt on ImageNet or images like it, CIFAR-10, CIFAR-100, MN
 then validate it.
 
 The plan decides the numbers: a weight update uses micro-batch x accumulation A x replicas R samples, whatever it runs on.
-Without --dataset it is CIFAR-10, or, where that is neither on disk nor to be had, a sample of Fashion-MNIST in the package."""
+Without --dataset it trains on CIFAR-10, from the disk or downloaded; else on SAMPLE, images of Fashion-MNIST in the package."""
 
 EPILOG = """\
 examples:
@@ -69,28 +69,28 @@ OPTIONS = (
     Option(name="--norm-momentum", group=NETWORK, type=positive(float, zero=True), metavar="X", shown="0.9 for a micro-batch", help="share of batch norm's running statistics that a weight update keeps, however many micro-batches it has", rare=True),
     Option(name="--shortcut-type", group=NETWORK, key="model.shortcut_type", type=choice("A", "B", "C"), shown="A for 8 to 110, B for the others; original: B", help="residual shortcut where the shape changes: A zero-padded, B 1x1 convolution; C convolution everywhere", rare=True),
     Option(name="--pretrained", group=NETWORK, key="model.pretrained", type=readers.path, metavar="FILE", help="start from a state_dict under torchvision's names, such as its .pth files"),
-    Option(name="--no-zero-init", group=NETWORK, key="model.zero_init_last_norm", sets=False, type=bool, help="do not start each block as its shortcut alone (last norm's weight 0)", rare=True),
+    Option(name="--no-zero-init", group=NETWORK, key="model.zero_init_last_norm", sets=False, type=bool, help="do not set the last norm's weight of each block to 0, with which a block begins as its shortcut alone", rare=True),
     rows.no_channels_last("images plane by plane"),
     #
     Option(name="--dataset", group=DATA, key="data.dataset", type=_dataset, shown="CIFAR-10, else SAMPLE", help="data set by its name; IMAGENET is any images in class folders or TFRecord shards"),
     Option(name="--data-dir", group=DATA, key="data.data_dir", type=readers.path, metavar="DIR", default="data", help=rows.DATA_DIR, aliases=("--dataset-path",)),
     Option(name="--validation-split", group=DATA, key="data.validation_split", type=readers.fraction_or_count("images"), metavar="SHARE", shown="0.1; SAMPLE has 500 images of its own", help="share or number of training images to validate on; the test set is left for --test"),
     Option(name="--validate-on-test", group=DATA, key="data.validation_on_test", type=bool, excludes="--validation-split", help="validate on the test set, train on all else", rare=True),
-    Option(name="--synthetic-data", group=DATA, key="data.synthetic", type=choice("host", "ipu"), help="make images up: on the host, or on the device itself, which leaves loading out"),
+    Option(name="--synthetic-data", group=DATA, key="data.synthetic", type=choice("host", "ipu"), help="made-up images: host makes them in the loader, ipu on the device, so that nothing is loaded"),
     Option(name="--no-augmentation", group=DATA, key="data.augment", sets=False, type=bool, help="no random crops and flips, and no --auto-augment, --color-jitter, --random-erasing"),
     Option(name="--auto-augment", group=DATA, key="data.auto_augment", type=choice("randaugment", "trivialaugment"), excludes="--no-augmentation", help="after crop and flip, two random operations on each training image, or one"),
     Option(name="--color-jitter", group=DATA, key="data.color_jitter", type=positive(float), metavar="X", excludes="--no-augmentation", help="vary brightness, contrast and saturation of training images by up to the share X each", rare=True),
     Option(name="--random-erasing", group=DATA, key="data.random_erasing", type=positive(float), metavar="P", excludes="--no-augmentation", help="fill a rectangle of a training image with the mean colour, with probability P", rare=True),
     Option(name="--num-workers", group=DATA, key="data.num_workers", type=positive(zero=True), shown="0; for IMAGENET the cores it may use, at most 16", help="processes that load data, 0 for none beside the training one; original: 16"),
     Option(name="--image-size", group=DATA, key="data.image_size", type=positive(), shown=f"{IMAGENET_SIZE}; of --synthetic-data on a CPU {IMAGENET_SIZE_ON_CPU}", help="of IMAGENET, and of --synthetic-data: side in pixels"),
-    Option(name="--fast-decode", group=DATA, key="data.fast_decode", type=bool, excludes="--no-augmentation", help="of IMAGENET: decode training JPEGs at half scale where the crop has twice the pixels that are needed; faster with large images", rare=True),
+    Option(name="--fast-decode", group=DATA, key="data.fast_decode", type=bool, excludes="--no-augmentation", help="of IMAGENET: decode training JPEGs at half scale where the crop has at least twice the pixels each way that are needed; faster with large images", rare=True),
     Option(name="--no-eight-bit-transfer", group=DATA, key="data.eight_bit_transfer", sets=False, type=bool, excludes="--eight-bit-transfer", help="of IMAGENET: normalise on the host instead, which moves four times the bytes", rare=True),
-    Option(name="--on-bad-image", group=DATA, key="data.on_bad_image", type=choice("raise", "skip"), shown="raise", help="of IMAGENET: end with the image's path; or decode all once before the run, leave out the bad ones and list them at the end"),
+    Option(name="--on-bad-image", group=DATA, key="data.on_bad_image", type=choice("raise", "skip"), shown="raise", help="of IMAGENET, for an image that cannot be read: raise ends with its path; skip decodes all before the run, leaves the bad ones out and lists them"),
     Option(name="--num-classes", group=DATA, key="data.num_classes", type=positive(), shown="1000", help="classes of shards that say nothing about it", rare=True),
     Option(name="--train-shards", group=DATA, key="data.train_shards", type=positive(), shown="as their names say", help="training shards to expect", rare=True),
     Option(name="--validation-shards", group=DATA, key="data.validation_shards", type=positive(), shown="as their names say", help="validation shards to expect", rare=True),
     #
-    Option(name="--batch-size", group=PLAN, type=positive(), shown="32", excludes="--micro-batch-size", help="samples over all replicas, accumulation not counted; a multiple of --replication-factor"),
+    Option(name="--batch-size", group=PLAN, type=positive(), shown="32", excludes="--micro-batch-size", help="samples over all replicas, micro-batch x R, accumulation not counted; a multiple of --replication-factor"),
     Option(name="--micro-batch-size", group=PLAN, type=positive(), help="instead of --batch-size: samples at once on one replica"),
     Option(name="--replication-factor", group=PLAN, key="trainer.strategy.replication_factor", type=positive(), default=1, help=rows.REPLICAS, aliases=("--num-replicas",)),
     rows.accumulation(aliases=("--gradient-accumulation-count",)),
@@ -100,7 +100,7 @@ OPTIONS = (
     rows.PIPELINE,
     Option(name="--pipeline-splits", group=PLAN, key="trainer.strategy.pipeline_splits", type=readers.names, metavar="NAMES", shown="balanced", help="submodules that begin a new stage, with commas, such as network.layer2,network.layer3"),
     rows.PIPELINE_SCHEDULE,
-    Option(name="--validation-micro-batch-size", group=PLAN, type=positive(), shown="the micro-batch, at least 100", help="samples that are validated at once: the same numbers", rare=True),
+    Option(name="--validation-micro-batch-size", group=PLAN, type=positive(), shown="the micro-batch, at least 100", help="samples that are validated at once; results do not depend on it", rare=True),
     rows.recompute(aliases=("--recomputation",)),
     Option(name="--batches-per-step", group=PLAN, key="trainer.strategy.device_iterations", type=positive(), default=16, help=f"{rows.ITERATIONS}; original: 250"),
     rows.PRECISION,
@@ -142,7 +142,7 @@ OPTIONS = (
     #
     rows.processes(),
     Option(name="--pipeline-validation-model", group=RUN, type=bool, help="validate over the stages where they are; without it each process fetches the whole network and takes a share", rare=True),
-    Option(name="--validation-num-replicas", group=RUN, key="trainer.strategy.validation_replicas", type=positive(), shown="all", help="whole networks that validate at once, at most one per process: the same numbers", rare=True),
+    Option(name="--validation-num-replicas", group=RUN, key="trainer.strategy.validation_replicas", type=positive(), shown="all", help="whole networks that validate at once, at most one per process; results do not depend on it", rare=True),
     *MACHINE_OPTIONS,
     Option(name="--steps-per-log", group=RUN, key="trainer.log_every_n_steps", type=positive(), default=10, help=f"{rows.LOG_STEPS}; original: 1"),
     Option(name="--logs-per-epoch", group=RUN, key="events.logs", type=readers.frequency, metavar="X", excludes="--steps-per-log", help="rows of metrics.csv per epoch: a number, or a fraction such as 1/2; 0 is one row at the end", rare=True),
@@ -153,7 +153,7 @@ OPTIONS = (
     *CHECKPOINT_OPTIONS,
     Option(name="--ckpts-per-epoch", group="checkpoints", key="events.checkpoints", type=readers.frequency, metavar="X", excludes="--checkpoint-every", help="keep checkpoints, so many per epoch: a number, a fraction such as 1/4, or 0; they are all scored at the end"),
     Option(name="--first-ckpt-epoch", group="checkpoints", key="events.first_checkpoint_epoch", type=positive(float, zero=True), metavar="X", help="epochs before the first checkpoint of --ckpts-per-epoch", rare=True),
-    Option(name="--checkpoint-input-dir", group="checkpoints", key="checkpoint_input_dir", type=readers.path, metavar="DIR", help="score every checkpoint there, in the order of their weight updates, instead"),
+    Option(name="--checkpoint-input-dir", group="checkpoints", key="checkpoint_input_dir", type=readers.path, metavar="DIR", help="score every checkpoint in DIR, in the order of their weight updates, in place of the run's own"),
     Option(name="--clean-dir", group="checkpoints", key="clean_dir", type=bool, help="delete the checkpoints of --ckpts-per-epoch once they are scored", rare=True),
     *LEGACY_OPTIONS,
 )  # fmt: skip
@@ -163,7 +163,7 @@ CONVERT_OPTIONS = (
     Option(name="--train-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the training images over"),
     Option(name="--validation-shards", group="shards", type=positive(), shown=_SHARDS, help="files to spread the validation images over"),
     Option(name="--seed", group="shards", type=readers.seed, default=0, help="of the order in which images are spread over the files"),
-    Option(name="--on-bad-image", group="shards", type=choice("raise", "skip"), default="raise", help="end at an image that is none or cut off; or decode all images first, leave out the bad ones and list them at the end"),
+    Option(name="--on-bad-image", group="shards", type=choice("raise", "skip"), default="raise", help="raise ends at an image that cannot be read; skip decodes all images first, leaves the bad ones out and lists them at the end"),
     Option(name="--num-workers", group="run", type=positive(), shown="the cores it may use", help="processes"),
 )  # fmt: skip
 

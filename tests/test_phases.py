@@ -198,7 +198,7 @@ def test_training_alone_keeps_its_checkpoints_and_a_resumed_run_scores_those_of_
 
 def test_an_impossible_frequency_ends_before_anything_is_written(run):  # noqa: F811
     status, _, errors = run(*TINY, "--epochs", "5", "--logs-per-epoch", "1/2")
-    assert status == 2 and "error: 1/2 logs per epoch cannot be in 5 epochs, which 2 epochs at a time do not divide" in errors
+    assert status == 2 and "error: 1/2 logs per epoch cannot be in 5 epochs: 5 is no multiple of 2" in errors
     assert not Path("results/config.yaml").exists()
 
 

@@ -47,7 +47,7 @@ def fetch(name: str, *, data_dir: str | Path) -> None:
 
 
 def available_data_set(*, data_dir: str | Path, download: bool | None = None) -> str:
-    """The data set to use where none is named: CIFAR-10, or the embedded sample where that is not to be had, with a warning.
+    """The data set to use where none is named: CIFAR-10, or the embedded SAMPLE, with a warning, where CIFAR-10 is not on disk and cannot be fetched.
 
     Args:
         data_dir: where CIFAR-10 is looked for.

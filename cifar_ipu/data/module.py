@@ -182,7 +182,7 @@ class ImageDataModule(pl.LightningDataModule):
 
     @property
     def caveat(self) -> str | None:
-        """What figures from these images are not, in one line; None where nothing needs to be said."""
+        """A line that says what figures from these images do not show; None where nothing needs to be said."""
         if not self.used_sample:
             return None
         return "These figures are from the embedded sample (2,000 + 500 Fashion-MNIST images), not from CIFAR-10."

@@ -23,7 +23,7 @@ class Option:
     Args:
         name: as typed, ``--batch-size``.
         key: LightningCLI's key that a given value goes to; None where the command's own rules turn the value into settings.
-        sets: the value that a flag gives to it: false for a flag that switches something off. A flag given as false gives the opposite.
+        sets: the value that a flag gives to the key: false for a flag that switches something off. ``--flag false`` gives the opposite.
         type: what reads the text; ``bool`` makes the option a flag, which takes true or false as well.
         default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
             says which.
@@ -33,10 +33,10 @@ class Option:
         metavar: placeholder for the value in the help.
         excludes: an option, or several, that cannot be given together with this one.
         refused: why this option of the original programs is not supported. ``--help-originals`` lists it, and it is refused by name.
-        also: other names of it, those that it has in the other commands.
+        also: the names that it has in the other commands, which are read too.
         aliases: the option's names in the original programs, listed by ``--help-originals``.
         rare: whether ``--help-all`` alone lists it.
-        original: whether it is a word of the original programs, for what another option says as well: ``--help-originals`` lists it.
+        original: whether it is a word of the original programs that means the same as another option: ``--help-originals`` lists it.
     """
 
     name: str
@@ -75,7 +75,7 @@ def _dest(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-RUN = "run (moves speed and output only, precision excepted)"
+RUN = "run (changes speed and output, and by --precision the numbers)"
 
 MACHINE_OPTIONS = (
     Option(name="--device", group=RUN, key="trainer.accelerator", type=choice("auto", "cpu", "gpu"), default="auto", help="where to run"),

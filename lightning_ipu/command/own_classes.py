@@ -1,7 +1,7 @@
 """A command with classes of the user's own: `fit --model CLASS --data CLASS`, LightningCLI's subclass mode.
 
-A class is given by its path, such as `flowers.Net`, and is imported from the current directory or wherever Python finds it. What is not given
-so stays the package's. The two know nothing of each other then: their arguments are not linked.
+A class is given by its path, such as `flowers.Net`, and is imported from the current directory or wherever Python finds it. What is not
+given stays the package's. The arguments of module and data module are not linked then: neither takes values from the other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import pytorch_lightning as pl
 from lightning_ipu.command.words import pairs, value_of
 from lightning_ipu.errors import UserError
 
-C = TypeVar("C")  # run.Command, which stands above this file
+C = TypeVar("C")  # run.Command; this file may not import it, since run.py imports this one
 _KINDS = {"model": pl.LightningModule, "data": pl.LightningDataModule}
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_LATEST = {"checkpoint.monitor": None, "checkpoint.filename": "update{step}"}  # what a module logs is its own affair
+_LATEST = {"checkpoint.monitor": None, "checkpoint.filename": "update{step}"}  # a module may log other metrics than the package's
 
 
 def with_own_classes(command: C, words: Sequence[str]) -> C:
-    """The command for the classes that its words and their configurations give; itself where they give none."""
+    """The command, changed for the classes that the words or their configurations give; unchanged if they give none."""
     own = frozenset(section for section in _KINDS if _class_path(words, section) is not None)
     if not own:
         return command
@@ -42,7 +42,7 @@ def with_own_classes(command: C, words: Sequence[str]) -> C:
 
 
 def clear_error(error: Exception) -> UserError | None:
-    """In one clear line, what jsonargparse says of an argument that a class does not take; None for other errors."""
+    """jsonargparse's error about an argument that a class does not take, as one line; None for other errors."""
     found = re.search(r"Problem with given class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted", str(error))
     return found and UserError(f"{found[1]} takes no argument {found[2]}")
 
@@ -71,7 +71,7 @@ def _check(words: Sequence[str], section: str) -> None:
 
 
 def _unknown_epochs(data: pl.LightningDataModule) -> tuple[int, str | None]:
-    raise UserError("how long is training? Give --epochs, --trainer.max_epochs or --trainer.max_steps: data of one's own have no default")
+    raise UserError("how long is training? Give --epochs, --trainer.max_epochs or --trainer.max_steps: your own data have no default")
 
 
 def _facts(line: Any) -> list[tuple[str, str]]:

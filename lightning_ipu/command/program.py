@@ -1,4 +1,4 @@
-"""A package's command from its first word on: training in either form, `average`, and commands of the package's own; and rules that all share."""
+"""A package's command line: training by short options or LightningCLI, `average`, the package's own commands; and rules that all packages share."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def other(
     """Run a command beside training, which goes on where it was interrupted; returns the exit status.
 
     Args:
-        words: those after its name and its places.
-        what: it does, for its help.
-        run: does it with the options that were given.
-        places: what stands before the options, as its help shows it.
+        words: those after the command's name and its positional arguments.
+        what: what it does, for its help.
+        run: does it, with the options that were given.
+        places: its positional arguments, as its help shows them.
     """
     parser: argparse.ArgumentParser = build_parser(prog=prog, description=what, epilog="", options=options, version=version)
     parser.usage = f"{prog} {places}[options]"
@@ -66,7 +66,7 @@ def other(
 
 
 def version() -> str:
-    """Of all packages together."""
+    """The version, one for all packages."""
     from lightning_ipu import __version__
 
     return __version__

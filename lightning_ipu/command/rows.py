@@ -18,12 +18,12 @@ def no_channels_last(order: str) -> Option:
 
 
 def seed(of: str, *, group: str = PLAN, key: str | None = None) -> Option:
-    """The seed, of what `of` says."""
-    return Option(name="--seed", group=group, key=key, type=readers.seed, default=0, help=f"of {of}")
+    """The seed; `of` says of what, for the help."""
+    return Option(name="--seed", group=group, key=key, type=readers.seed, default=0, help=f"seed of {of}")
 
 
 def output_dir(gets: str, *, key: str | None = None, aliases: tuple[str, ...] = ()) -> Option:
-    """Where a run writes; without a key the command's rules settle it."""
+    """Where a run writes. Without a key the command's rules read it."""
     default = {"shown": "results"} if key is None else {"default": "results"}
     return Option(
         name="--output-dir", group=RUN, key=key, type=readers.path, metavar="DIR", help=f"gets {gets}", aliases=aliases, **default

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 class Spec(NamedTuple):
-    """What a receiver must know of a tensor; dense strides, whatever the sender's are."""
+    """What a receiver must know of a tensor. Strides are dense, even where the sender's are not."""
 
     shape: torch.Size
     stride: tuple[int, ...]

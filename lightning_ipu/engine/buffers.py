@@ -1,4 +1,4 @@
-"""Buffers of a network: apart by replica within a weight update, one value after it, whatever a forward makes of them."""
+"""Buffers of a network: each replica has its own within a weight update; after it there is one value for all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BITS = 22  # of a whole number, which float32 holds exactly
 
 
 class ReplicaBuffers:
-    """Buffers of a network of which every replica has its own within a weight update and nobody after it.
+    """Buffers of a network. Every replica has its own within a weight update; after it all have the same.
 
     Each replica starts an update from the common values. At its end floating-point buffers (BatchNorm's running statistics) take the
     mean over replicas, the others (its counter) the values of replica 0. What is infinite before anything has been seen (the ranges that
@@ -25,9 +25,9 @@ class ReplicaBuffers:
     these must hold all of them before `end_update`.
 
     Args:
-        module: whose buffers they are.
-        replicas: how many there are in all; buffers of a single one are only put back.
-        names: of the buffers; by default all.
+        module: the network.
+        replicas: how many there are in all; with one there is nothing to average.
+        names: the buffers' names; by default all.
     """
 
     def __init__(self, module: nn.Module, replicas: int, names: Container[str] | None = None) -> None:

@@ -65,7 +65,11 @@ class Links:
         self._send(values, self._behind, self._forward, self._sent_forward)
 
     def receive(self, kinds: Kinds) -> tuple[Slice, Slice, list[torch.Tensor]]:
-        """The next micro-batch, announced to the process behind: the kind of the one before, its own, and its data."""
+        """Receive the next micro-batch, and announce it to the process behind.
+
+        Returns:
+            the network cut for the micro-batch before it, the network cut for it, and its data.
+        """
         before, message = kinds.latest, None
         if before.arriving.size:
             message = torch.empty(before.arriving.size, dtype=torch.uint8)

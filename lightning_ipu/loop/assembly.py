@@ -47,7 +47,7 @@ class Progress(Protocol):
 
 
 class UpdateHooks:
-    """Calls the hooks of a weight update; what each draws depends on its name, its owner and the update alone."""
+    """Calls the hooks of a weight update. What a hook draws depends on its name, the callback or module that has it, and the update alone."""
 
     def __init__(
         self, trainer: Trainer, *, randomness: NamedRandomness, recorder: LogRecorder, progress: Progress, device: torch.device
@@ -55,7 +55,7 @@ class UpdateHooks:
         self._trainer, self._randomness, self._recorder, self._progress, self._device = trainer, randomness, recorder, progress, device
 
     def of(self, name: str) -> list[Callable[..., None]]:
-        """What is to be called for a hook: the callbacks' and the module's, where they are overridden."""
+        """The calls of a hook: of the callbacks and the module that override it."""
         trainer, module = self._trainer, self._trainer.lightning_module
         calls, alike = [], Counter()
         for callback in trainer.callbacks:
@@ -67,7 +67,7 @@ class UpdateHooks:
         return calls + ([of_module] if (of_module := self.of_module(name)) else [])
 
     def of_module(self, name: str, *arguments: Any) -> Callable[..., None] | None:
-        """What is to be called for a hook of the module's alone, with these arguments first; None where it is not overridden."""
+        """The call of a hook of the module alone, with these arguments first; None where it is not overridden."""
         module = self._trainer.lightning_module
         return partial(self._call, name, partial(getattr(module, name), *arguments)) if is_overridden(name, module) else None
 
@@ -175,7 +175,7 @@ class Assembly:
         )
 
     def _whole(self, clip: Callable[[], None] | None) -> dict[str, Any]:
-        """What of the engine is its own where each process holds whole replicas."""
+        """The arguments of `Engine` that are special where each process holds whole replicas."""
         module, plan = self._module, self._plan
         replica = WholeReplica(
             self._step,
@@ -188,7 +188,7 @@ class Assembly:
         return {"replica": replica, "clip": clip and (lambda _: clip())}
 
     def _in_stages(self, stopping: Stopping) -> dict[str, Any]:
-        """What of the engine is its own where this process holds some of the stages of one replica."""
+        """The arguments of `Engine` that are special where this process holds some of the stages of one replica."""
         trainer, module, processes = self._trainer, self._module, self._processes
         _refuse_in_pipeline(trainer, self._plan, schedule=self._schedule, parts=processes.parts)
         self.stages = StageState(module, self._cut(), processes)
@@ -215,7 +215,7 @@ class Assembly:
         return {"replica": replica, "held": held, "share": results.share, "clip": clip}
 
     def _noted_step(self) -> Callable[[Any, int], Any]:
-        """The user's step, announced to the recorder of logs."""
+        """The user's step, which tells the recorder of logs first which micro-batch it runs on."""
         step, recorder = self._module.training_step, self._recorder
         takes_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
@@ -226,14 +226,14 @@ class Assembly:
         return noted_step
 
     def _shared_step(self) -> Callable[[Any, int], Any]:
-        """The user's step where several processes run a share of the micro-batches each."""
+        """The user's step where each process runs it for a share of the micro-batches."""
         module, recorder, is_last = self._module, self._recorder, self._processes.is_last
         noted_step, tried, metrics = self._noted_step(), self._plan.replication_factor == 1, metrics_of(module)
 
         def shared_step(batch: Any, number: int) -> Any:
             nonlocal tried
             versions = None if tried else [parameter._version for parameter in module.parameters()]
-            # The stages before the last leave the step at its call of `self(...)`: what it did before counts on the last one.
+            # Stages before the last leave the step at its call of `self(...)`. What it logged before counts on the last stage alone.
             with nullcontext() if is_last else undone_unless_finished(recorder, metrics):
                 output = noted_step(batch, number)
             if versions is not None:
@@ -325,7 +325,7 @@ def _noting_where(where: str) -> Any:
 
 
 def _refuse_in_pipeline(trainer: Trainer, plan: Plan, *, schedule: str, parts: int) -> None:
-    """Refuse what a replica cannot honour whose stages are spread over so many processes."""
+    """Refuse what is not possible where the stages of a replica are in several processes (`parts`)."""
     module, accumulation = trainer.lightning_module, plan.gradient_accumulation_factor
     if schedule == "1F1B" and accumulation < parts:
         raise PlanError(
@@ -348,7 +348,7 @@ def _refuse_in_pipeline(trainer: Trainer, plan: Plan, *, schedule: str, parts: i
 
 
 def _refuse_changed_parameters(module: LightningModule, versions: list[int]) -> None:
-    """Refuse a step that moves parameters itself: a process that runs a share of the steps would move them a share of the times."""
+    """Refuse a step that changes parameters itself: each process runs a share of the steps, so its parameters would change less often."""
     for (name, parameter), version in zip(module.named_parameters(), versions, strict=True):
         if parameter._version != version:
             raise PlanError(

@@ -136,7 +136,7 @@ class Evaluation:
         return output
 
     def pass_over(self, name: str, batch_idx: int, dataloader_idx: int) -> None:
-        """In place of `step` for a batch that only fills up the last round: the other processes exchange what they have logged."""
+        """Called in place of `step` where the last round has no batch for this process: the others exchange what they have logged."""
         self._begin(None, batch_idx, dataloader_idx)
         self._replay(name, batch_idx)
 
@@ -209,7 +209,7 @@ class EvaluationLoop(_EvaluationLoop):
             if (number := self.stop.ask_all()) is not None:
                 self.stop.agree(number)
                 (self.stop.end_by or _end)(number)
-        # What a pipeline's hooks add to metrics counts on the last stage, where the step is.
+        # What hooks add to metrics counts on the last stage of a pipeline alone, which runs the whole step.
         counts = evaluation.processes.is_last or not evaluation.over_stages
         with nullcontext() if counts else unchanged_metrics(metrics_of(evaluation.module)):
             if getattr(self._combined_loader.flattened[dataloader_idx], "size", None) == 0:
@@ -218,7 +218,7 @@ class EvaluationLoop(_EvaluationLoop):
                 super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
     def _pass_over(self, batch_idx: int, dataloader_idx: int) -> None:
-        """Count a batch that only fills up the last round: it is not scored, and no hook is called."""
+        """Count a place in the last round for which this process has no batch: nothing is scored, and no hook is called."""
         connector, several = self.trainer._logger_connector, self._is_sequential and self.num_dataloaders > 1
         connector.on_batch_start(None, dataloader_idx if several else None)
         self.evaluation.pass_over("test_step" if self.trainer.testing else "validation_step", batch_idx, dataloader_idx)

@@ -48,9 +48,9 @@ class HostEvents:
         device_iterations: the most weight updates of a host step.
         updates_per_epoch: None for a stream of unknown length.
         max_steps: weight updates after which the run ends; -1 for no such limit.
-        in_run: (what, update, period): due after this update of the run and every so many more.
-        in_epoch: (what, period): due after every so many updates of an epoch.
-        before: (what, period): due before the last of every so many updates of the run.
+        in_run: (what, update, period): due after weight update number `update` of the run, and after every `period` more.
+        in_epoch: (what, period): due after every `period` updates of an epoch.
+        before: (what, period): due just before every `period`-th update of the run.
         logs_are_given: whether the frequency of logs was given; an epoch may then end without a row.
     """
 
@@ -86,7 +86,7 @@ class HostEvents:
 
     @property
     def reduction(self) -> str | None:
-        """One line that says by what the device iterations are cut, None where nothing cuts them."""
+        """One line that says what makes host steps shorter than `device_iterations`; None if nothing does."""
         if self.bound is None:
             return None
         period, what = self.bound
@@ -103,21 +103,21 @@ def nearest_divisor(number: int, wanted: Fraction) -> int:
 def updates_between(
     per_epoch: Fraction, *, what: str, updates_per_epoch: int, epochs: int | None, exact: bool = False
 ) -> tuple[int | None, str | None]:
-    """Weight updates from one event to the next, of so many in an epoch, and what to say where it is not the frequency asked for.
+    """The weight updates from one event to the next, and a warning where the frequency asked for is not possible.
 
     Several events in an epoch divide its weight updates evenly; one event in several epochs falls at the end of an epoch, and the epochs of
-    the run are divided evenly. Where that cannot be, the nearest frequency at which it can is taken. The rule, and that a fraction of an
-    epoch's events is rounded down, are those of Graphcore's TensorFlow 2 CNNs.
+    the run are divided evenly. Where that is not possible, the nearest possible frequency is taken. Graphcore's TensorFlow 2 CNNs have the same
+    rule, and round the number of events in a run down, too.
 
     Args:
-        per_epoch: events in an epoch; below 1 one in several epochs, 0 none.
+        per_epoch: events in an epoch; below 1: one in several epochs; 0: none.
         what: the events, for messages: "logs".
         updates_per_epoch: weight updates in an epoch.
         epochs: of the run; None where they have no bound.
         exact: refuse one event in several epochs where these do not divide the run's.
 
     Raises:
-        UserError: a frequency that cannot be, naming it and the epochs.
+        UserError: a frequency that is not possible; the message names it and the epochs.
     """
     if per_epoch == 0:
         return None, None
@@ -132,7 +132,7 @@ def updates_between(
         wanted = per_epoch * epochs
         if exact and wanted.denominator != 1:
             raise UserError(
-                f"{per_epoch} {what} per epoch cannot be in {epochs} epochs, which {_number(1 / per_epoch)} epochs at a time do not divide"
+                f"{per_epoch} {what} per epoch cannot be in {epochs} epochs: {epochs} is no multiple of {_number(1 / per_epoch)}"
             )
         events = nearest_divisor(epochs, Fraction(int(wanted)))
         chosen, updates = Fraction(events, epochs), updates_per_epoch * epochs // events
@@ -155,14 +155,14 @@ class EventsPerEpoch(Callback):
     A host step ends where one of them is due. A frequency that cannot be met exactly is announced in a warning.
 
     Args:
-        logs: rows with a training loss for the loggers; 0 gives one at the run's end. One in several epochs must divide the run's epochs.
-            None leaves that to the Trainer's `log_every_n_steps`.
-        checkpoints: of a command, which keeps each under its number of weight updates, and the last state in any case.
-        first_checkpoint_epoch: epochs before the first of them; 0 for as many as lie between two.
-        validations: while training; 0 leaves one at the end possible. None leaves them to the Trainer's `val_check_interval` and `check_val_every_n_epoch`.
+        logs: rows with a training loss for the loggers; 0 gives one at the run's end. With a row every k epochs, the run's epochs must be a
+            multiple of k. None leaves that to the Trainer's `log_every_n_steps`.
+        checkpoints: for the commands, which name each by its number of weight updates; they keep the last state in any case.
+        first_checkpoint_epoch: epochs before the first checkpoint; 0: it comes after the same interval as the others.
+        validations: during training; 0: none. None leaves them to the Trainer's `val_check_interval` and `check_val_every_n_epoch`.
 
     Raises:
-        UserError: a value that is no frequency; when training starts: one that cannot be.
+        UserError: a value that is no frequency; when training starts: a frequency that is not possible.
     """
 
     def __init__(

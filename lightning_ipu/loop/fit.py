@@ -66,7 +66,7 @@ class Fit:
 
     # Where the run stands, for a checkpoint that may be written at any time:
     restored: dict[str, Any] | None = None  # this package's entry of a checkpoint, until the fit has resumed from it
-    epoch: int | None = None  # that `progress.updates_done` counts in
+    epoch: int | None = None  # the one whose weight updates `progress.updates_done` counts
     under_way: HostStep | None = None  # the host step in progress, or the one that an error has ended
     reached: str | None = None  # the latest hook after a host step that is over; None once the next one begins
     shown_before: dict[str, Any] | None = None  # the latest metrics before the validation in progress
@@ -100,7 +100,7 @@ class Fit:
         return range(self.plan.replication_factor) if self.processes is None else self.processes.replicas
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter or buffer of the module is in this process; all are where it runs whole networks."""
+        """Whether this process holds a parameter or buffer of the module; one that runs whole networks holds all."""
         return self.stages is None or name not in self.stages.owners or self.stages.here(name)
 
     def count_micro_batch(self) -> None:
@@ -139,7 +139,7 @@ class Fit:
         )
 
     def begin_validation(self, *, over_stages: bool) -> None:
-        """Called before a validation, in this fit or after it; unless it runs over the stages, it needs the whole network."""
+        """Called before a validation, in this fit or after it. A validation needs the whole network, unless it runs over the stages."""
         if self.reached is not None:
             self.shown_before = latest_metrics(self.trainer)
         if self.stages is not None and not self.stages.is_whole and not over_stages:
@@ -156,7 +156,7 @@ class Fit:
             self.stages.give_up()
 
     def own_validation_interval(self, *, ends_early: bool = False) -> None:
-        """Set the validation interval in micro-batches, which Lightning compares it with; it sets its own with every training loader."""
+        """Set the validation interval in micro-batches, as Lightning counts it. Lightning sets it anew with every training loader."""
         trainer, updates = self.trainer, self.progress.updates_per_epoch
         interval = validation_interval(trainer, updates)
         if interval is not None:
@@ -170,7 +170,7 @@ class Fit:
     def _next_updates(self) -> int:
         """How many weight updates the next host step may hold."""
         updates = self.events.updates_until_due(run_update=self.trainer.global_step, epoch_update=self.progress.updates_done)
-        if self.trainer.should_stop:  # it may not stop yet, and looks after every update whether it may
+        if self.trainer.should_stop:  # min_steps or min_epochs may keep it going: it looks after every update
             updates = 1
         if self.rest_of_step is not None:
             updates, self.rest_of_step = min(updates, self.rest_of_step), None

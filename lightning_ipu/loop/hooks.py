@@ -1,6 +1,8 @@
-"""Seed hooks outside of weight updates by name: what a hook draws depends on the seed, its name, its owner and the weight update alone.
+"""Seed hooks outside of weight updates by name: what a hook draws depends on seed, hook, owner and weight update alone.
 
-Lightning calls every hook inside `trainer.profiler.profile(ACTION)`, whose argument names the hook and its owner: there it is seeded.
+The owner is the callback or module that has the hook.
+
+Lightning calls every hook inside `trainer.profiler.profile(ACTION)`, whose argument names both: there it is seeded.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class NamedHooks:
             undo.exchange(trainer.profiler, "profile", self._profiled)
 
     def _owners(self) -> Iterator[tuple[Any, str]]:
-        """Who may override hooks, with what Lightning calls it in the names of actions."""
+        """The module and the callbacks, with their names in Lightning's profiler actions."""
         module = self._trainer.lightning_module
         yield module, f"[LightningModule]{type(module).__name__}"
         for callback in self._trainer.callbacks:
@@ -72,7 +74,7 @@ class NamedHooks:
             yield action
 
     def _number(self, action_name: str) -> int:
-        """Which of the hook's calls between two weight updates it is; around a batch of an evaluation the number of the batch."""
+        """The number of this call among the hook's calls between two weight updates; around a batch of an evaluation, the batch's number."""
         if "_batch_" in action_name and not self._trainer.training:
             return self._evaluation.batch_number
         if self._update != self._progress.run_updates:

@@ -41,7 +41,7 @@ _OTHER_IS_GONE = (  # what gloo and torch's store say of it
 
 
 class AgreedStop(SystemExit):
-    """The end by a signal after the same weight update in all processes: none of them is missed by another."""
+    """All processes end by a signal, after the same weight update: none of these ends is a failure."""
 
 
 def lost_another(error: BaseException) -> bool:
@@ -116,7 +116,7 @@ class Launcher(_SubprocessScriptLauncher):
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """In this context all processes connect; from then on a lost one breaks a connection. The first reports what it is waiting for."""
+        """Context in which all processes connect. Afterwards a process that is lost breaks a connection. The first reports what it waits for."""
         environment, total = self.cluster_environment, self.num_processes * self.num_nodes
         place = f"{environment.main_address}:{environment.main_port}"
         reminder = threading.Timer(LONG_WAIT, _say, [f"still waiting for all {total} processes at {place}"])
@@ -152,7 +152,7 @@ class Launcher(_SubprocessScriptLauncher):
             time.sleep(0.1)
 
     def _watch_launcher(self, finished: threading.Event) -> None:
-        """In a launched process, while it fits or evaluates: it does not outlive rank 0, which may be where no connection tells of it."""
+        """In a launched process, while it fits or evaluates: end it when rank 0 is gone, even if no broken connection shows that."""
         while not self._launcher_is_gone():
             if finished.wait(timeout=0.5):
                 return
@@ -194,9 +194,9 @@ class Children:
         self._trainer, self._failed = trainer, False
 
     def end_by(self, error: BaseException) -> bool:
-        """After an exception in this process: wait for the name of another that died before it, and take no later one for the cause.
+        """After an exception in this process: wait a moment for a message about a process that died before it.
 
-        Returns whether that name explains the error: this process has only lost its connection to the other.
+        Returns whether that message explains the error: this process has only lost its connection to the other.
         """
         self._failed = not isinstance(error, (AgreedStop, SIGTERMException, _TunerExitException))
         self._is_missing_one = lost_another(error)
@@ -263,7 +263,7 @@ class Children:
 
 
 def let_signals_end() -> None:
-    """From now on a signal ends the process: at the program's end a handler's exception would only be printed, a DataLoader's included."""
+    """Let signals end the process from now on: at the program's end, exceptions of handlers (a DataLoader's, too) would only be printed."""
     for name in ("SIGINT", "SIGTERM", "SIGCHLD"):
         if hasattr(signal, name):
             signum = getattr(signal, name)

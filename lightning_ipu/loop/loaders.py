@@ -99,7 +99,7 @@ def _resume_data(fit: Fit) -> None:
         name = type(fit.data.user_loader.dataset).__name__
         rank_zero_info(
             f"{name} changes as it is read and has neither state_dict nor set_epoch: it is read through {epoch - made_in} past epochs before the"
-            " run goes on. With state_dict and load_state_dict it would not be"
+            " run goes on. Give it state_dict and load_state_dict to avoid this"
         )
     last = None if updates is None else updates * per_update
     fit.data.go_on(saved["order"], epoch=epoch, made_in=made_in, moves=saved["moves"], last=last, seen=seen)

@@ -67,7 +67,7 @@ class _Average:
 
 # One call of self.log: hook, name, value, options, weight, weight update in the host step, micro-batch in the epoch
 _Logged = tuple[str | None, str, Any, dict[str, Any], float, int, int]
-_Call = tuple[Any, float, int, int]  # the last four but for the options
+_Call = tuple[Any, float, int, int]  # value, weight and the two numbers of a _Logged
 # hook, name, options, sums of an average or Lightning's values of a hook, path of a metric, last value logged for a step
 _Saved = tuple[str, str, dict[str, Any], dict[str, Any] | None, str | None, float | None]
 

@@ -36,9 +36,9 @@ class Position:
         run_updates: weight updates done in the run, those included that an overflow skipped.
         ends_epoch: whether the last of them is the epoch's last.
         hook: the hook that was being called; None if everything that follows the last update was over.
-        heard_by: the callbacks that it had been called on, by their `state_key`.
-        module_heard: whether it had been called on the module.
-        rest_of_step: weight updates that were left in a host step that an error ended.
+        heard_by: the callbacks on which that hook had been called, by their `state_key`.
+        module_heard: whether that hook had been called on the module.
+        rest_of_step: weight updates that remained in the host step when an error ended it.
     """
 
     epoch: int

@@ -36,7 +36,7 @@ class ProcessStrategy(DDPStrategy):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """None until the Trainer has found one; it asks before it looks for a launcher, and what others left is removed then."""
+        """None until the Trainer has found one. It asks for it before it looks for launchers: then variables that other runs left are removed."""
         if self._cluster_environment is None:
             machine.forget_leftovers()
         return self._cluster_environment
@@ -79,7 +79,7 @@ class ProcessStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        """Called first when the Trainer is made: settle how many processes there are, torchrun's word before the Trainer's."""
+        """Called first when the Trainer is made: settle how many processes there are. torchrun's number goes before the Trainer's."""
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
             local, world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), self.cluster_environment.world_size()
             first = self.parallel_devices[0]

@@ -43,7 +43,7 @@ class TrainingProgress:
 
 
 class Stop:
-    """The signal by which a run is to end, as all of its processes have agreed."""
+    """Agrees among all processes on the signal by which a run ends."""
 
     def __init__(self, progress: TrainingProgress, processes: Processes | None) -> None:
         self._progress, self._processes = progress, processes
@@ -55,12 +55,12 @@ class Stop:
         self._agreed = None
 
     def agree(self, number: int) -> None:
-        """Called in every process in the same weight update: one of them had been asked to stop before it."""
+        """Called in every process at the same weight update, after any of them has received signal `number`."""
         self._progress.stop_signal = self._agreed = number
 
     @property
     def agreed(self) -> int | None:
-        """The signal after which all processes have ended the last host step together; a single process has nobody to agree with."""
+        """The signal by which all processes have ended the last host step; a single process takes its own."""
         return self._progress.stop_signal if self._processes is None else self._agreed
 
     @property
@@ -69,7 +69,7 @@ class Stop:
         return self._agreed is not None
 
     def take_over_sigterm(self, trainer: Trainer, undo: Undo) -> None:
-        """In place of Lightning's handler, which starts a collective wherever this process is, and takes effect only after a host step."""
+        """Replace Lightning's handler of SIGTERM: it would start a collective at once, and act only after the host step."""
         undo.exchange(trainer._signal_connector, "_sigterm_notifier_fn", partial(self._on_sigterm, trainer))
 
     def _on_sigterm(self, trainer: Trainer, signum: int, frame: Any) -> None:

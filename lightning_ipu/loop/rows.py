@@ -24,13 +24,13 @@ class LogRows:
         self._row, self._logged_in_epoch = {}, False
 
     def log(self, rows: list[dict[str, float]], *, updates: int, ends: bool) -> None:
-        """Log the rows of so many weight updates, all but the last, which is Lightning's; where the epoch `ends`, one at least."""
+        """Log the rows of `updates` weight updates but the last, which Lightning logs. An epoch that `ends` has at least one row."""
         trainer, row = self._trainer, self._row
         connector, every, epoch_loop = trainer._logger_connector, trainer.log_every_n_steps, trainer.fit_loop.epoch_loop
         first = epoch_loop._batches_that_stepped
         for update in range(updates):
             row.update(rows[update] if update < len(rows) else {})
-            epoch_loop._batches_that_stepped = first + update  # which a logger is told, but for a `step` that was logged
+            epoch_loop._batches_that_stepped = first + update  # the step that loggers get, unless a `step` was logged
             if update < updates - 1 and row and every and (first + update + 1) % every == 0:
                 connector.log_metrics(_as_tensors(row))
                 self._logged_in_epoch = True

@@ -29,10 +29,10 @@ from lightning_ipu.randomness import preserved_streams
 
 
 class TrainingEpochLoop(_TrainingEpochLoop):
-    """What Lightning's own loop over an epoch becomes while a fit runs; it draws the micro-batches itself, not from Lightning's fetcher."""
+    """Lightning's loop over an epoch while a fit runs. It takes host steps from the fit, not batches from Lightning's fetcher."""
 
     fit: Fit
-    goes_on = False  # within an epoch, behind a checkpoint of this package
+    goes_on = False  # whether the run goes on within an epoch, from a checkpoint of this package
     _host_steps: Iterator[HostStep] = iter(())
 
     @override
@@ -105,7 +105,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):
         return is_due
 
     def _is_behind_the_last_batch(self, data_fetcher: Any) -> bool:
-        """Whether the run goes on, from a checkpoint of Lightning without this package, where a validation is due or was in progress."""
+        """Whether a checkpoint of stock Lightning is resumed at a point where a validation is due or was in progress."""
         if self.restarting and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
                 return True
@@ -122,12 +122,12 @@ class TrainingEpochLoop(_TrainingEpochLoop):
                 setattr(counts, name, getattr(counts, name) + number)
 
     def _first_batch(self, host_step: HostStep) -> Any:
-        """What hooks get for a host step: this process's first micro-batch, whole and plain."""
+        """The batch that hooks get for a host step: this process's first micro-batch."""
         fit = self.fit
         fit.reached = None
         fit.progress.hold(host_step.weight_updates, fit.plan)
         if not fit.data.share.places:
-            return ()  # a stage in the middle, where nobody looks
+            return ()  # a stage in the middle has no micro-batches
         with preserved_streams(fit.device) if fit.transfer.does_something or fit.data.draws_here else nullcontext():
             return host_step.first()
 
@@ -169,7 +169,7 @@ class TrainingEpochLoop(_TrainingEpochLoop):
                     loss, extra = self._weight_update(host_step)
                     if number == 0:
                         outputs = {"loss": loss, **extra}
-                    # With several processes a signal of this moment waits: the others could not know of it.
+                    # With several processes a signal that comes now waits for the next update, when all hear of it.
                     if self._should_stop() or fit.stop.agreed is not None or host_step.ends_epoch:
                         break
         except BaseException:  # a checkpoint that is written on the way out stands at the last whole weight update
@@ -288,7 +288,7 @@ def start(fit: Fit, undo: Undo) -> None:
     fit.progress.run_updates = trainer.global_step + (fit.scaling.skipped if fit.scaling else 0)
     position = epoch_loop.batch_progress
     if fit.progress.updates_per_epoch is None and position.is_last_batch:
-        # Lightning without this package has saved at the end of a stream's epoch. Not knowing its length, it would go on counting in it.
+        # Stock Lightning has saved at the end of a stream's epoch. It does not know the stream's length, and would go on counting in it.
         position.reset_on_run()
         position.current.completed -= epoch_loop.restarted_on_train_batch_end  # which Lightning is about to count
 

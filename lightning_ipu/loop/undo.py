@@ -1,4 +1,4 @@
-"""What a fit or an evaluation changes on objects that are not its own, and changes back however it ends."""
+"""Changes that a fit or an evaluation makes to objects of others, and takes back however it ends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Undo(ExitStack):
         object.__setattr__(owner, name, value)
 
     def specialize(self, owner: Any, subclass: type, **attributes: Any) -> None:
-        """Make an object one of a subclass of its class, with further attributes."""
+        """Change an object's class to a subclass of it, and set further attributes."""
         for name, value in attributes.items():
             self.exchange(owner, name, value)
         self.callback(setattr, owner, "__class__", type(owner))

@@ -10,17 +10,17 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from lightning_ipu.data.attributes import attribute_fingerprints
 from lightning_ipu.loop.events import KNOWN_HOOKS
 
-_KEEPERS = {  # by what each of them may keep state in a checkpoint
+_KEEPERS = {  # methods by which they can keep state in a checkpoint
     Callback: ("state_dict", "on_save_checkpoint", "load_state_dict", "on_load_checkpoint"),
     LightningModule: ("on_save_checkpoint", "on_load_checkpoint", "get_extra_state"),
 }
 
 
 class Unsaved:
-    """Watches the attributes of a fit's callbacks and module where these have no way to keep state in a checkpoint.
+    """Watches the attributes of callbacks and of the module, where these have none of the methods that keep state in a checkpoint.
 
     Args:
-        trainer: whose they are; training is about to start.
+        trainer: has them; its training is about to start.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -44,7 +44,7 @@ class Unsaved:
         return {name: changed for name in self._owners if (changed := _differing(self._words(name), self._before[name]))}
 
     def lost(self, saved: dict[str, dict[str, str]]) -> str | None:
-        """One line on what another run had changed, as its `changed` said, and this one has not from its start; None if there is none."""
+        """A warning that names attributes which the run to be resumed had changed (`saved`, its `changed()`), and which this one starts without; or None."""
         lost = {name: _differing(saved[name], self._before[name]) for name in self._owners if name in saved}
         named = [f"{name} ({', '.join(sorted(attributes))})" for name, attributes in lost.items() if attributes]
         if not named:
@@ -65,7 +65,7 @@ class Unsaved:
 
 
 def _owners(trainer: Trainer) -> Iterator[tuple[str, tuple[type, Any]]]:
-    """Those without a way of their own to keep state, by name, with the base class; Lightning's and this package's own do what is needed."""
+    """The callbacks and module without such methods, by name, with their base class. Lightning's and this package's own keep what they need."""
     numbers: dict[str, int] = {}
     for owner in (*trainer.callbacks, trainer.lightning_module):
         base = next(base for base in _KEEPERS if isinstance(owner, base))
