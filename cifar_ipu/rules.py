@@ -77,10 +77,10 @@ def _settle_recipe(given: dict[str, Any], settings: dict[str, Any]) -> str:
         if option.key in training and option.dest in given:
             del training[option.key]
     settings |= {**training, "model.network": network}
-    if "generated_data" in given and "augmentation" in given:
+    if "generated_data" in given and given.get("augmentation"):
         raise UsageError("--augmentation and --generated-data exclude each other: generated images cannot be augmented")
     if "augmentation" in given or "no_augmentation" in given or "generated_data" in given:
-        settings["data.augment"] = "augmentation" in given
+        settings["data.augment"] = given.get("augmentation", False)
     if settings["data.augment"]:
         settings["data.crop_padding"] = given.get("crop_padding", 2)
     elif "crop_padding" in given:

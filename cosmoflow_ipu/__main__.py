@@ -38,7 +38,7 @@ def start(arguments: list[str], *, given: dict[str, Any]) -> int:
         note=_note,
         defaults={"model.report": True, "checkpoint.monitor": "val_mae", "checkpoint.mode": "min"},
     )
-    if "data_benchmark" in given:
+    if given.get("data_benchmark"):
         from cosmoflow_ipu.throughput import DataBenchmark
 
         return run_command(command, arguments, line=DataBenchmark)

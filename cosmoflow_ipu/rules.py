@@ -39,7 +39,7 @@ def settle(given: dict[str, Any]) -> list[str]:
         settings["trainer.callbacks"] = [{"class_path": "pytorch_lightning.callbacks.EarlyStopping", "init_args": stop}]
     if "max_steps" in given and "n_epochs" not in given:
         settings["trainer.max_epochs"] = -1  # --max-steps alone decides
-    if "print_fom" in given and settings.get("data.n_valid") == 0:
+    if given.get("print_fom") and settings.get("data.n_valid") == 0:
         raise UsageError("--print-fom needs validation, and --n-valid is 0")
     return config + lightning_arguments(settings)
 

@@ -41,8 +41,8 @@ _COMPILER = "steers the IPU's compiler only and changes nothing here"
 
 LEGACY_OPTIONS = (
     Option(name="--norm-layer", group=NETWORK, type=norm_layer, metavar="DICT", excludes=("--norm-type", "--norm-momentum", "--norm-groups"), help="--norm-type, --norm-momentum and --norm-groups at once, as in '{name: custom_batch_norm, momentum: 0.97}'; batch_norm's momentum is that of a micro-batch", original=True),
-    Option(name="--eight-bit-transfer", group=DATA, type=bool, help="bring images to the device as uint8 and normalise them there: the default", original=True),
-    Option(name="--prng", group=PLAN, type=bool, help="stochastic rounding of weight updates in 16.16, which is the default: a change below the spacing of 16-bit numbers, 1/256 of a weight in bf16, is made at times instead of never", original=True),
+    Option(name="--eight-bit-transfer", group=DATA, type=bool, shown="true", help="bring images to the device as uint8 and normalise them there", original=True),
+    Option(name="--prng", group=PLAN, type=bool, shown="true", help="stochastic rounding of weight updates in 16.16: a change below the spacing of 16-bit numbers, 1/256 of a weight in bf16, is made at times instead of never", original=True),
     Option(name="--base-learning-rate", group=TRAINING, type=int, excludes="--learning-rate", help="exponent N: the learning rate is 2^N x the value of --batch-size", original=True),
     Option(name="--initial-learning-rate", group=TRAINING, type=positive(float), metavar="X", excludes=("--learning-rate", "--base-learning-rate"), help="the learning rate is X times the samples of a weight update", original=True),
     Option(name="--learning-rate-decay", group=TRAINING, type=readers.numbers, metavar="X,...", shown="1,0.1,0.01", help="multipliers of a stepped schedule; this or --learning-rate-schedule selects it, as --lr-schedule stepped does", original=True),
@@ -72,6 +72,11 @@ def with_norm_layer(given: dict[str, Any]) -> dict[str, Any]:
     if layer["name"] == "custom_batch_norm":
         return {**given, "norm_type": "batch", "norm_momentum": layer.get("momentum", 0.97)}
     return {**given, "norm_type": "batch", "micro_batch_momentum": layer.get("momentum", 0.99)}
+
+
+def with_opposites(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the false of a word that is on by itself as its opposite: --prng false is --no-prng."""
+    return given | {f"no_{name}": True for name in ("prng", "eight_bit_transfer") if given.get(name) is False}
 
 
 def split_names(splits: list[str], size: str) -> list[str]:

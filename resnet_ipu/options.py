@@ -107,7 +107,7 @@ OPTIONS = (
     Option(name="--half-type", group=PLAN, key="half_type", type=choice(*precision.HALF_TYPES), default="bf16", help="the 16-bit type; fp16 is for GPUs and --precision 16.16 or 16.32", rare=True),
     Option(name="--no-prng", group=PLAN, key="trainer.strategy.stochastic_rounding", sets=False, type=bool, excludes="--prng", help="in 16.16 round weight updates to nearest, not stochastically: changes below the spacing of 16-bit numbers are lost", rare=True),
     Option(name="--loss-scaling", group=PLAN, key="trainer.strategy.loss_scaling", type=positive(float, zero=True), metavar="X", shown="automatic in fp16, none in bf16", help="multiply the loss so that small gradients do not vanish in 16 bits, 0 for not at all; they are divided again before clipping and use", rare=True),
-    Option(name="--auto-loss-scaling", group=PLAN, type=bool, excludes="--loss-scaling", help="double the loss's factor every 2,000 updates; skip an update that overflows, and halve it", rare=True),
+    Option(name="--auto-loss-scaling", group=PLAN, type=bool, shown="with --half-type fp16", excludes="--loss-scaling", help="double the loss's factor every 2,000 updates; skip an update that overflows, and halve it", rare=True),
     rows.seed("initial weights, order, augmentation and held-out images"),
     Option(name="--deterministic", group=PLAN, key="trainer.deterministic", type=bool, help="let GPUs use deterministic kernels only; order and augmentation go by the seed in any case", rare=True),
     #

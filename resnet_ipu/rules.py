@@ -11,7 +11,7 @@ from lightning_ipu.command.options import UsageError
 from lightning_ipu.command.parser import lightning_arguments, settings_of
 from lightning_ipu.command.program import check_processes, divisors, multiples
 from lightning_ipu.precision import names as precision
-from resnet_ipu.legacy import split_names, with_norm_layer
+from resnet_ipu.legacy import split_names, with_norm_layer, with_opposites
 from resnet_ipu.options import CIFAR_SIZES, IMAGENET_CLASSES, IMAGENET_IMAGES, IMAGENET_VALIDATION, LEARNING_RATES, OPTIONS, TOY_MODELS
 
 
@@ -20,7 +20,7 @@ def settle(given: dict[str, Any]) -> list[str]:
 
     Checkpoints that are only scored bring their own settings: then nothing has a default here.
     """
-    given = with_norm_layer(given)
+    given = with_opposites(with_norm_layer(given))
     of_checkpoints = not given.get("training", True) and "checkpoint_input_dir" in given
     settings = settings_of(given, [option for option in OPTIONS if not of_checkpoints or option.dest in given])
     _settle_data(given, settings, of_checkpoints=of_checkpoints)
@@ -29,11 +29,11 @@ def settle(given: dict[str, Any]) -> list[str]:
         _settle_learning_rate(given, settings, batch=batch, samples_per_update=updates)
     _settle_phases(given, settings)
 
-    if "prng" in given and precision.full_name(given.get("precision", "auto")) != "16.16":
+    if given.get("prng") and precision.full_name(given.get("precision", "auto")) != "16.16":
         raise UsageError(f"--prng concerns 16-bit weights: it needs --precision 16.16, not {given.get('precision', 'auto')}")
-    if given.get("loss_scaling") == 0:
+    if given.get("loss_scaling") == 0 or given.get("auto_loss_scaling") is False and "loss_scaling" not in given:
         settings["trainer.strategy.loss_scaling"] = 1.0 if given.get("half_type") == "fp16" else None
-    if "auto_loss_scaling" in given:
+    if given.get("auto_loss_scaling"):
         settings["trainer.strategy.loss_scaling"] = "auto"
     if "norm_groups" in given and given.get("norm_type", "batch") != "group":
         raise UsageError(f"--norm-groups {given['norm_groups']} needs --norm-type group")

@@ -103,8 +103,9 @@ def main(
                 if given.get("resume"):
                     given = _resumed(given, options, parser.prog)
                 kept = {name: value for name, value in given.items() if name not in _OF_ONE_START}
-                flags = {option.dest for option in options if option.type is bool and not option.default}
-                given = {name: value for name, value in given.items() if value or name not in flags}
+                if "config" not in given:  # else it may say true where a flag says false
+                    off = {option.dest for option in options if option.type is bool and not option.default and option.shown is None}
+                    given = {name: value for name, value in given.items() if value or name not in off}
                 settled = [*settle(given), *lightning_arguments({"short_options": kept})]
                 lightning = ["fit" if given.get("training", True) else "validate", *settled]
         except UserError as error:

@@ -27,7 +27,7 @@ class Option:
         type: what reads the text; ``bool`` makes the option a flag, which takes true or false as well.
         default: shown in the help, and the value where the option is not given. None means that a rule decides: then ``shown``
             says which.
-        shown: the default in words.
+        shown: the default in words. A flag has it where it may be on without being given: then its rules are told of a false, too.
         help: one sentence.
         group: heading in the help.
         metavar: placeholder for the value in the help.
