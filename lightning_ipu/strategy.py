@@ -45,8 +45,8 @@ from lightning_ipu.recipe.averaging import KEPT, TRAINED, AveragedWeights, kept_
 class IPUStrategy(ProcessStrategy):
     """Gives any LightningModule the execution model of Graphcore's IPU, on whatever hardware there is.
 
-    The plan (the first seven arguments and the DataLoader's batch size, which is the micro-batch) decides the numbers. One process runs
-    all replicas and stages in turn; more of them (torchrun's, or the Trainer's `devices` and `num_nodes`) share them out.
+    The plan is the first five arguments and the DataLoader's batch size, which is the micro-batch. Micro-batch, R and A decide the numbers.
+    One process runs all replicas and stages in turn; several (torchrun's, or the Trainer's `devices` and `num_nodes`) share them out.
 
     Args:
         replication_factor: copies of the network whose gradients are averaged (R).
@@ -57,9 +57,9 @@ class IPUStrategy(ProcessStrategy):
         pipeline_schedule: 1F1B (Graphcore's Interleaved), GPipe (Grouped) or Sequential.
         recompute: recompute the activations of the network's blocks in the backward pass; a list of regular expressions chooses them.
         loss_scaling: factor of the loss in 16-bit computing, "auto", or None: "auto" for float16 and none for bfloat16.
-        stochastic_rounding: of the weight update where weights are 16-bit (the Trainer's precision bf16-true or 16-true).
-        pipeline_validation: validate during a fit over the stages where they are, forward only, where processes hold a stage each; without
-            it each of them fetches the whole network and validates a share of the batches.
+        stochastic_rounding: round weight updates stochastically where weights are 16-bit (the Trainer's precision bf16-true or 16-true).
+        pipeline_validation: where processes hold a stage each, run a fit's validations over these stages. Without it each process fetches
+            the whole network and validates a share of the batches.
         validation_replicas: copies of the whole network that validate at once, at most and by default one in each process.
         bind_cores: keep each of several processes that compute on the CPU to its own share of the machine's cores.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout: as in DDPStrategy.

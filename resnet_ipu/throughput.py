@@ -1,4 +1,4 @@
-"""How fast images come and how fast the network learns from them, each measured without the other: which one holds up the run?"""
+"""Measure the loader without the network, and the network without the loader, in images per second: which one is the bottleneck?"""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def report(*, read: float, learned: float, workers: int) -> list[str]:
     if not workers:
         together = 1 / (1 / read + 1 / learned)
         lines.append(
-            f"They take turns: {together:,.0f} images/s, loading being {together / read:.0%} of the time; with --num-workers it goes on beside."
+            f"They take turns: {together:,.0f} images/s, {together / read:.0%} of the time spent in loading; with --num-workers they run at once."
         )
     if read >= learned:
         lines.append(f"The network is the bottleneck: the loader could feed {read / learned:,.1f} times as much.")

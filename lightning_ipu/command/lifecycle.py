@@ -40,7 +40,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def in_order(paths: Sequence[Path]) -> list[tuple[int, int, Path]]:
-    """Checkpoints in the order of their weight updates: (weight updates, epochs done, file); ``last.ckpt`` only where it is no second name."""
+    """Checkpoints in the order of their weight updates: (weight updates, epochs done, file); ``last.ckpt`` only where it is not a link to one of them."""
     found = []
     for path in paths:
         checkpoint = read_checkpoint(path)
@@ -155,7 +155,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class RunCheckpoints(Callback):
-    """Keeps ``last.ckpt``, the latest state: saved after every so many weight updates, each epoch, the training, and when a signal ends it.
+    """Keeps ``last.ckpt``, the latest state: saved after every N weight updates, each epoch and the training, and when a signal ends the run.
 
     It saves when all that follows a weight update or an epoch is over (logs, validation, the epoch's end), so that the run that goes on
     from there repeats nothing and leaves nothing out. Only a signal during a validation does not wait for its end: the resumed run repeats
@@ -261,7 +261,7 @@ class RunCheckpoints(Callback):
     def _end_if_asked(self, trainer: pl.Trainer, signum: int | None) -> None:
         if signum is None or trainer is not self.signals.trainer:
             return
-        trainer.strategy.progress.stop_signal = signum  # in the processes, too, that did not receive it: the others' end is no death
+        trainer.strategy.progress.stop_signal = signum  # also where it was not received, so that the others' end is no failure
         self._save(trainer)
         self.signals.trainer = None
         self.signals.say(f"stopped after {trainer.global_step:,} weight updates; the state is saved in {self.directory / LAST}")

@@ -198,7 +198,7 @@ class MetricsFile(Logger):
             return list(reader.fieldnames or ["step", "epoch"]), rows
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
-        """Replace the file by one with all columns; whoever reads it meets the old one or the new one, whole."""
+        """Replace the file by one with all columns; a reader sees the old file or the new one, never a part."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -295,7 +295,7 @@ class CommandLine(Scoring):
         length, words = run_length(settings, self.datamodule, epochs=config.epochs, usual=self.command.epochs)
         for name, value in length.items():
             config.trainer[name] = value
-        config.epochs = None  # what it came to is what config.yaml keeps
+        config.epochs = None  # config.yaml keeps the Trainer's bounds that follow from it
         if self.resumed is not None:
             facts.append(("resumed", f"goes on after weight update {self.resumed['global_step']:,} of {self.ckpt_path}"))
         if words:

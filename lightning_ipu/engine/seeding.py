@@ -57,7 +57,7 @@ class NamedRandomness:
         self._returned_to = self._micro_batch, 0
 
     def begin_forward(self, update: int, replica: int, micro_batch: int) -> None:
-        """Name the streams of one micro-batch of one replica in one weight update, for the modules that are seeded by their own names."""
+        """From now on modules are seeded for this micro-batch of this replica in this weight update, each by its own name."""
         if self._round != (update, replica):  # the backward passes of another are over
             self._round = update, replica
             self._after_seed.clear()
@@ -67,7 +67,7 @@ class NamedRandomness:
         seed_torch(self._micro_batch.base, self._device)
 
     def begin(self, update: int, replica: int, micro_batch: int) -> None:
-        """Seed the global streams for such a micro-batch, which the step draws from."""
+        """The same, and seed the global streams, from which the step itself draws."""
         self.begin_forward(update, replica, micro_batch)
         seed_all(self._micro_batch.base, self._device)
 

@@ -30,7 +30,7 @@ from lightning_ipu.recipe.spectral import renewed_vectors, vectors_in
 AVERAGE = "averaged_weights"  # in a checkpoint: an average that follows the training
 TRAINED = "current_model_state"  # in a checkpoint: the weights that training goes on with, where its `state_dict` is the average
 KEPT = "buffers_not_averaged"  # in a checkpoint: names of buffers that are not averaged
-OF_CHECKPOINTS = "average_of_checkpoints"  # in a checkpoint that is one: what of; no run goes on from it
+OF_CHECKPOINTS = "average_of_checkpoints"  # in a checkpoint that is an average of others: of which; no run resumes from it
 
 _STATISTICS = ("running_mean", "running_var")  # of batch and instance norms, torch's and others'
 

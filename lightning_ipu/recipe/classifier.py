@@ -147,7 +147,7 @@ class ImageClassifier(pl.LightningModule):
             self.use(network)
 
     def setup(self, stage: str) -> None:
-        """Refuse to run without a network, or to score mirror images of what, mirrored, is something else.
+        """Refuse to run without a network, or to score mirror images where these show something else (digits).
 
         The data module says that by an attribute ``mirrors``.
         """
