@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ipu.command.output import MetricsFile
+from lightning_ipu.data.attributes import OPAQUE, attribute_fingerprints
 from lightning_ipu.plan import PlanError
 from lightning_ipu.recipe.schedules import build_schedule
 
@@ -464,6 +465,21 @@ def test_what_is_kept_in_memory_alone_is_named_once_when_a_run_is_resumed(tmp_pa
     assert line.startswith("Remembering (steps) kept state in memory")
     said(Observing(), module=Still)
     assert said(Observing(), module=Still, resume=tmp_path / "a.ckpt") == []
+
+
+def test_a_large_attribute_is_watched_by_its_first_values_without_a_copy_of_it():
+    values = torch.arange(6000.0)
+    attributes = {
+        "huge": torch.zeros(2).expand(1 << 40, 2),  # 8 TB if it were copied
+        "mirrored": values.view(100, 60).T.contiguous().T,  # the same values in another order in memory
+        "tensor": values.view(100, 60),
+        "array": values.numpy(),
+    }
+    before = attribute_fingerprints(attributes)
+    assert OPAQUE not in before.values() and before["mirrored"] == before["tensor"] != before["huge"]
+    attributes["array"][63] += 1  # the 64th value of "tensor" as well, which lies in the same memory
+    after = attribute_fingerprints(attributes)
+    assert {name for name in before if after[name] != before[name]} == {"tensor", "array"}
 
 
 class Still(Ledger):

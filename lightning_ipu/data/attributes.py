@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -50,9 +50,9 @@ class _Pickler(pickle.Pickler):
         if id(value) in self._apart or isinstance(value, _NO_STATE):
             return str, (type(value).__name__,)
         if isinstance(value, torch.Tensor):
-            return str, (f"{tuple(value.shape)} {value._version} {value.detach().flatten()[:64].tolist()}",)
+            return str, (f"{tuple(value.shape)} {value._version} {_first(value).tolist()}",)
         if isinstance(value, numpy.ndarray):  # without a copy of the whole
-            return str, (f"{value.shape} {value.dtype} {value.flat[: _MOST // 8].tobytes()!r}",)
+            return str, (f"{value.shape} {value.dtype}", value.flat[: _MOST // 8].tobytes())
         try:
             reduced = value.__reduce_ex__(4)
         except Exception:
@@ -61,14 +61,24 @@ class _Pickler(pickle.Pickler):
         return reduced if isinstance(reduced, tuple) else (str, (reduced,))
 
 
-def attribute_fingerprints(owner: Any, *, apart: Container[int] = ()) -> dict[str, str]:
-    """A fingerprint for each attribute of an object, `OPAQUE` for those whose state cannot be read.
+def _first(tensor: torch.Tensor) -> torch.Tensor:
+    """The first 64 values of a tensor, without a copy of the whole; a smaller tensor itself."""
+    if tensor.numel() <= 64:
+        return tensor
+    tensor = tensor.detach()
+    while tensor[0].numel() >= 64:
+        tensor = tensor[0]
+    return tensor[:64].flatten()[:64]
+
+
+def attribute_fingerprints(attributes: Mapping[str, Any], *, apart: Container[int] = ()) -> dict[str, str]:
+    """A fingerprint for each of an object's attributes, `OPAQUE` for those whose state cannot be read.
 
     Args:
-        owner: the object.
+        attributes: by name.
         apart: ids of objects that are not looked into.
     """
-    return {name: _fingerprint(value, apart) for name, value in vars(owner).items()}
+    return {name: _fingerprint(value, apart) for name, value in attributes.items()}
 
 
 def _fingerprint(value: Any, apart: Container[int]) -> str:

@@ -64,7 +64,7 @@ class TrainingData:
             is_counted = hasattr(loader.dataset, "__len__") and loader.num_workers <= 1
             self.samples = len(loader.dataset) if is_counted else None
             if not loader.num_workers and state_of(loader.dataset) is None and not hasattr(loader.dataset, "set_epoch"):
-                self._made = attribute_fingerprints(loader.dataset)
+                self._made = attribute_fingerprints(vars(loader.dataset))
         else:
             try:
                 self.samples = len(loader.sampler)
@@ -155,7 +155,7 @@ class TrainingData:
         """Whether a stream without `state_dict` and `set_epoch` may have come to hold something else by being read."""
         if self._made is None:
             return False
-        words = attribute_fingerprints(self._source)
+        words = attribute_fingerprints(vars(self._source))
         return words != self._made or OPAQUE in words.values()
 
     def go_on(self, state: Any, *, epoch: int, made_in: int, moves: bool, last: int | None, seen: tuple[int, int] | None) -> None:

@@ -57,11 +57,13 @@ class Unsaved:
     def _words(self, name: str) -> dict[str, str]:
         base, owner = self._owners[name]
         own = {*vars(base()), "log", "log_dict"}  # which Lightning puts on callbacks
-        words = {
-            key: word for key, word in attribute_fingerprints(owner, apart=self._apart).items() if key not in own and not hasattr(base, key)
-        }
         # Private attributes of a module are caches more often than state, Lightning's own among them.
-        return words if base is Callback else {key: word for key, word in words.items() if not key.startswith("_")}
+        wanted = {
+            key: value
+            for key, value in vars(owner).items()
+            if key not in own and not hasattr(base, key) and (base is Callback or not key.startswith("_"))
+        }
+        return attribute_fingerprints(wanted, apart=self._apart)
 
 
 def _owners(trainer: Trainer) -> Iterator[tuple[str, tuple[type, Any]]]:
