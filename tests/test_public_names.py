@@ -34,7 +34,16 @@ def test_a_package_of_networks_is_imported_without_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_callbacks_are_found_where_earlier_configurations_name_them():
-    for module, name in (("averaging", "AveragedWeights"), ("host_events", "EventsPerEpoch"), ("profiling", "ProfileReports")):
-        earlier = getattr(importlib.import_module(f"lightning_ipu.{module}"), name)
-        assert earlier is getattr(importlib.import_module("lightning_ipu"), name)
+@pytest.mark.parametrize(
+    ("earlier", "now", "names"),
+    [
+        ("lightning_ipu.averaging", "lightning_ipu", ["AveragedWeights"]),
+        ("lightning_ipu.host_events", "lightning_ipu", ["EventsPerEpoch"]),
+        ("lightning_ipu.profiling", "lightning_ipu", ["ProfileReports"]),
+        ("resnet_ipu.data", "resnet_ipu", ["ImageNetDataModule", "FolderImages"]),
+        ("resnet_ipu.images", "resnet_ipu.imagenet.images", ["ImageError", "center_crop", "decode", "training_crop"]),
+    ],
+)
+def test_what_configurations_and_scripts_named_is_found_under_its_earlier_path(earlier, now, names):
+    for name in names:
+        assert getattr(importlib.import_module(earlier), name) is getattr(importlib.import_module(now), name)
