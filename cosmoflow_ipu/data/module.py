@@ -31,12 +31,12 @@ from cosmoflow_ipu.data.progress import progress
 from cosmoflow_ipu.data.simulate import FIRST_INDEX, file_name, spread_of, write_universes
 from cosmoflow_ipu.universe import Universes
 from lightning_ipu import machine
+from lightning_ipu.data import checks
 from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.index import Index
 from lightning_ipu.data.tfrecord import TFRecordError, TFRecords
 from lightning_ipu.errors import UserError
 from lightning_ipu.randomness import mix, name_word
-from lightning_ipu.recipe import checks
 
 _SPLIT = name_word("universe split")
 

@@ -6,7 +6,7 @@ from lightning_ipu.command import readers
 from lightning_ipu.command.options import RUN, Option
 from lightning_ipu.command.readers import choice, positive
 
-NETWORK, DATA, PLAN, TRAINING = "network", "data", "plan (decides the numbers)", "training"
+NETWORK, DATA, PLAN, TRAINING = "network", "data", "plan", "training"
 
 _STRATEGY = "trainer.strategy"
 

@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader
 from cifar_ipu.augment import ImageAugmentation
 from cifar_ipu.data import DataFileError, DataNotFoundError
 from lightning_ipu import machine
+from lightning_ipu.data import checks
 from lightning_ipu.data.fingerprint import fingerprint
 from lightning_ipu.data.tfrecord import TFRecords
 from lightning_ipu.errors import UserError
 from lightning_ipu.files import atomic_write
-from lightning_ipu.recipe import checks
 from resnet_ipu.imagenet.dataset import ImageDataset, normalised
 from resnet_ipu.imagenet.folders import FolderImages, class_order, flat_labels, identity_of, is_noise, kind_of
 from resnet_ipu.imagenet.images import MEAN, half_scale_decoder
